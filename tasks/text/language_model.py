@@ -187,9 +187,8 @@ class LanguageModel(TextTask):
     def as_trained(self, folder: str) -> LanguageModel:
         """The task with the vocabulary of the training whose folder that is.
 
-        The folder may be in a bucket, as a training's may.
         It is as it was if it has no vocabulary, or one of a file, and if there is no
-        vocabulary in the folder.
+        vocabulary in the folder. The folder may be in a bucket.
         """
         vocabulary = self.text.vocabulary
         if vocabulary is None or vocabulary.model_file:

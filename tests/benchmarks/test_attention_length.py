@@ -38,16 +38,16 @@ SPLIT = {"split_over": 2, "way": SequenceAttention.RING}
     ],
 )
 def test_all_forms_compute_the_same_gradients(length, forms, more):
-    found = []
+    results = []
     for block, settings in [*forms, (0, {})]:
         settings = {**more, **settings}
         sizes = Sizes(batch=1, length=length, heads=2, block=block, **settings)
         program = attention_length.step_program(sizes, None)
         out = program(*attention_length.arguments(program))
-        found.append(program.unshard(out))
+        results.append(program.unshard(out))
         turns = attention_length.in_turns([program], 2)
         assert all(turn.cpu > 0 and turn.wall > 0 for turn in turns[0])
-    *others, (want, want_x) = found
+    *others, (want, want_x) = results
     for got, got_x in others:
         np.testing.assert_allclose(got_x, want_x, rtol=1e-4, atol=1e-5)
         for path, value in want.items_by_path():

@@ -29,10 +29,7 @@ from meshwright.framework.compiler.hlo.step_time import (
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.planning import CompileReport
 
-_PACKAGES = (
-    *("meshwright", "jax", "jaxlib", "tensorflow"),
-    *("libtpu", "jax-cuda12-pjrt"),
-)
+_PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu", "jax-cuda12-pjrt")
 _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
 _BATCHES = "batches"
 _LARGEST = 20

@@ -72,8 +72,8 @@ def test_without_the_plugin_it_says_what_to_do(
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
-    found = object() if is_installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    spec = object() if is_installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(error, match=message):
         topology_devices("h100:8")
 

@@ -56,10 +56,10 @@ def test_memory_is_what_xla_lays_out(on_h100s):
 @needs.cuda_plugin
 def test_collectives_are_those_of_the_plan(on_h100s):
     rows = on_h100s.document["collectives"]
-    found = {(row["kind"], row["axis"], row["layer"]) for row in rows}
-    assert ("all-gather", "Y", "stack.feed_forward") in found
+    sent = {(row["kind"], row["axis"], row["layer"]) for row in rows}
+    assert ("all-gather", "Y", "stack.feed_forward") in sent
     # Those of several layers' weights XLA makes one, which is of no layer.
-    assert {("all-gather", "X", ""), ("reduce-scatter", "X", "")} <= found
+    assert {("all-gather", "X", ""), ("reduce-scatter", "X", "")} <= sent
     assert all(row["seconds"] > 0 for row in rows)
 
 

@@ -380,7 +380,7 @@ def test_cudnn_is_called_as_jax_lowers_it(mask, kind, window, partitioner, monke
     layer = layer_of(Kernel.CUDNN, head_dim=8, mask=mask, num_kv_heads=2)
     plan = PLANS[8]
     module = lowered(layer, "cuda", plan, length=100, dtype=tf.bfloat16, padded=False)
-    found = []
+    calls = []
     with module.opened():
         tidy(module.operation)
         gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
@@ -394,10 +394,10 @@ def test_cudnn_is_called_as_jax_lowers_it(mask, kind, window, partitioner, monke
                 assert config["fmha_scale"] == 1
                 # A device's rows and heads.
                 assert shape_of(op.operands[0]) == (1, 100, 2, 8)
-                found.append(
+                calls.append(
                     (target, config["mask_type"], config["sliding_window_length"])
                 )
-    assert found == [
+    assert calls == [
         ("__cudnn$fmhaSoftmax", kind, window),
         ("__cudnn$fmhaSoftmax", kind, window),
         ("__cudnn$fmhaSoftmaxBackward", kind, window),

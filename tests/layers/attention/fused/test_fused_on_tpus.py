@@ -108,9 +108,9 @@ def test_its_cycles_and_flops_grow_with_the_tiles_that_the_mask_leaves():
     window = dataclasses.replace(LAYER, mask=NearMask(left=127, right=0))
     # Two heads of two rows; products of a call's tiles of 128 tokens.
     for layer, tiles in (LAYER, 3), (window, 3):
-        found = kernels(compiled("v5e:2x2", 256, layer))
+        calls = kernels(compiled("v5e:2x2", 256, layer))
         logits = 4 * tiles * 128**2
-        assert sorted(op.cycles for op in found) == [
+        assert sorted(op.cycles for op in calls) == [
             pytest.approx(c * logits / 1024, abs=1) for c in (8.2, 8.6, 9.8)
         ]
     programs = [compiled("v5e:2x2", 512, layer) for layer in (LAYER, window)]
