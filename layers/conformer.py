@@ -11,6 +11,7 @@ from collections.abc import Callable
 import gin
 import tensorflow as tf
 
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
@@ -50,7 +51,7 @@ class ConvolutionModule(Layer):
       ValueError: the convolution is not of M features.
     """
 
-    model_dims: int
+    model_dims: int = bounded(at_least=1)
     depthwise: DepthwiseConv1D
     norm: Layer
 

@@ -21,6 +21,7 @@ from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.attention.relative.relative_positions import RelativePositions
+from meshwright.layers.attention.rotary_scaling import RotaryScaling
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM
@@ -258,6 +259,8 @@ def transformer_layer(
     sink: Sink = Sink.NONE,
     block_size: int | Blocks = Blocks.AUTO,
     kernel: Kernel = Kernel.AUTO,
+    rotary_base: float = 10000.0,
+    rotary_scaling: RotaryScaling | None = None,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
 
@@ -282,6 +285,8 @@ def transformer_layer(
       sink: likewise, of attention to the sequence itself.
       block_size: likewise.
       kernel: likewise.
+      rotary_base: likewise.
+      rotary_scaling: likewise.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -300,7 +305,7 @@ def transformer_layer(
             dropout_rate=dropout_rate,
         )
 
-    def attention(mask, positions, sink=Sink.NONE):
+    def attention(mask, positions, **of_itself):
         return MultiHeadAttention(
             model_dims=model_dims,
             num_heads=num_heads,
@@ -312,9 +317,9 @@ def transformer_layer(
             num_kv_heads=num_kv_heads,
             logit_cap=logit_cap,
             qk_norm=qk_norm,
-            sink=sink,
             block_size=block_size,
             kernel=kernel,
+            **of_itself,
         )
 
     cross_attention = cross_attention_norm = None
@@ -323,7 +328,13 @@ def transformer_layer(
         cross_attention_norm = norm(model_dims=model_dims)
     return TransformerLayer(
         attention_norm=norm(model_dims=model_dims),
-        attention=attention(mask, positions, sink),
+        attention=attention(
+            mask,
+            positions,
+            sink=sink,
+            rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+        ),
         feed_forward_norm=norm(model_dims=model_dims),
         feed_forward=feed_forward,
         residual_dropout=Dropout(rate=dropout_rate),

@@ -23,7 +23,7 @@ from meshwright.layers.attention.fused import BTKD, Kernel
 from meshwright.layers.attention.learned_terms import Learned, Sink
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
-from meshwright.layers.attention.positions import PositionKind, rotate
+from meshwright.layers.attention.positions import PositionKind, check_rotary, rotate
 from meshwright.layers.attention.relative.relative_positions import RelativePositions
 from meshwright.layers.attention.rotary_scaling import RotaryScaling
 from meshwright.layers.attention.split.sequence_splits import BSND
@@ -37,6 +37,7 @@ from meshwright.layers.basic.linear import (
     read_stream,
     to_stream,
 )
+from meshwright.layers.basic.masks import check_rows
 from meshwright.layers.basic.normalization import RMSNorm
 
 
@@ -89,22 +90,22 @@ class MultiHeadAttention(Layer):
         float32, and `block_size`, if it is a number, the most tokens of its tiles.
 
     Raises:
-      ValueError: rotary positions with an odd head size; heads that those of keys do
-        not divide; a norm of another size than D; a rate or a size out of range.
+      ValueError: rotary positions with an odd head size, or a scaling of others; heads
+        not divided by those of keys; a norm not of size D; a number out of range.
     """
 
-    model_dims: int
-    num_heads: int
-    head_dim: int
+    model_dims: int = bounded(at_least=1)
+    num_heads: int = bounded(at_least=1)
+    head_dim: int = bounded(at_least=1)
     num_kv_heads: int | None = bounded(None, at_least=1)
     mask: MaskKind | MaskRule = instance(MaskKind.CAUSAL, example="@NearMask()")
     positions: PositionKind | RelativePositions = instance(
         PositionKind.NONE, example="@RelativeVectors()"
     )
-    rotary_base: float = 10000.0
+    rotary_base: float = bounded(10000.0, above=1)
     rotary_scaling: RotaryScaling | None = instance(None, example="@YarnScaling()")
-    num_buckets: int = 32
-    max_distance: int = 128
+    num_buckets: int = bounded(32, at_least=1)
+    max_distance: int = bounded(128, at_least=1)
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
     use_out_bias: bool | None = None
@@ -118,11 +119,7 @@ class MultiHeadAttention(Layer):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.positions is PositionKind.ROTARY and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of features, but head_dim is "
-                f"{self.head_dim}: make it even"
-            )
+        check_rotary(self.positions, self.head_dim, self.rotary_scaling)
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"MultiHeadAttention.num_kv_heads is {self.num_kv_heads}, which does "
@@ -220,10 +217,10 @@ class MultiHeadAttention(Layer):
           [B, S, M] in the activation dtype.
 
         Raises:
-          ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
-            a memory; segment ids of only one of `x` and the memory, or without the
-            positions that the mask reads; a split sequence that cannot be attended to
-            as the plan says.
+          ValueError: the last dim of `x` or `memory` is not M; paddings, segment ids or
+            positions do not fit; a mask or positions for a memory; segment ids of only
+            `x` or the memory, or without the positions that the mask reads; a split
+            sequence that cannot be attended to as the plan says.
         """
         if memory is None:
             memory_segment_ids = segment_ids
@@ -234,6 +231,9 @@ class MultiHeadAttention(Layer):
                     f"layer {ctx.path!r}: give segment_ids of both the tokens and the "
                     "memory, or of neither"
                 )
+        keys = x if memory is None else memory
+        check_rows(ctx, x, segment_ids=segment_ids, segment_positions=segment_positions)
+        check_rows(ctx, keys, paddings=paddings, memory_segment_ids=memory_segment_ids)
         q, k, v = self._project(ctx, theta, x, memory)
         if self.positions is PositionKind.ROTARY:
             turned = segment_positions

@@ -32,6 +32,27 @@ class InputPositions(enum.Enum):
     SINUSOIDS = "sinusoids"
 
 
+def check_rotary(
+    positions: object, head_dim: int, scaling: RotaryScaling | None
+) -> None:
+    """Checks what rotary positions need, and that they are there to be scaled.
+
+    Raises:
+      ValueError: an odd head size; a scaling of other positions.
+    """
+    if positions is PositionKind.ROTARY and head_dim % 2:
+        raise ValueError(
+            f"rotary positions turn pairs of features, but head_dim is {head_dim}: "
+            "make it even"
+        )
+    if positions is not PositionKind.ROTARY and scaling is not None:
+        raise ValueError(
+            f"MultiHeadAttention.rotary_scaling is {scaling}, but positions are "
+            f"{positions}, which it does not change: make them PositionKind.ROTARY, or "
+            "leave it out"
+        )
+
+
 def rotate(
     x: tf.Tensor,
     positions: tf.Tensor,

@@ -62,8 +62,8 @@ class TokenEmbedding(Layer):
       ValueError: a scale that is not above 0.
     """
 
-    vocab_size: int
-    model_dims: int
+    vocab_size: int = bounded(at_least=1)
+    model_dims: int = bounded(at_least=1)
     lookup: Lookup = Lookup.AUTO
     softmax: SoftmaxKind = SoftmaxKind.SEPARATE
     input_scale: float | None = bounded(None, above=0)
@@ -138,8 +138,8 @@ class Softmax(Layer):
       vocab_size: V.
     """
 
-    model_dims: int
-    vocab_size: int
+    model_dims: int = bounded(at_least=1)
+    vocab_size: int = bounded(at_least=1)
 
     def weights(self) -> NestedMap:
         return NestedMap(

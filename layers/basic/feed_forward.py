@@ -71,8 +71,8 @@ class FeedForward(Layer):
       ValueError: the rate is out of range.
     """
 
-    model_dims: int
-    hidden_dims: int
+    model_dims: int = bounded(at_least=1)
+    hidden_dims: int = bounded(at_least=1)
     activation: Activation = Activation.RELU
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False

@@ -1,4 +1,7 @@
-"""Which frames are real: sequences of a batch end at different positions."""
+"""Which frames are real: sequences of a batch end at different positions.
+
+Dims: B batch, S sequence.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +39,23 @@ def zero_padding(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tenso
     ones = [1] * (x.shape.rank - mask.shape.rank)
     wide = tf.reshape(mask, [*shape_of(mask), *ones])
     return tf.where(wide, x, tf.zeros([], x.dtype))
+
+
+def check_rows(ctx: Context, x: tf.Tensor, **given: tf.Tensor | None) -> None:
+    """Raises ValueError, naming the layer, unless what is given has a number a token.
+
+    Args:
+      ctx: context.
+      x: [B, S, ...].
+      **given: tensors that must be [B, S] or [1, S], by their names; None: not given.
+    """
+    rows, length = x.shape[:2]
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        shapes = [tf.TensorShape([count, length]) for count in (rows, 1)]
+        if not any(map(tensor.shape.is_compatible_with, shapes)):
+            raise ValueError(
+                f"layer {ctx.path!r}: for inputs {x.shape} {name} must be {shapes[0]}, "
+                f"a number for each token, but is {tensor.shape}"
+            )

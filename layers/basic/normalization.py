@@ -35,8 +35,8 @@ class RMSNorm(Layer):
       offset: added to the scale, which starts at 1 - offset; 1 in Gemma.
     """
 
-    model_dims: int
-    epsilon: float = 1e-6
+    model_dims: int = bounded(at_least=1)
+    epsilon: float = bounded(1e-6, at_least=0)
     offset: float = 0.0
 
     def weights(self) -> NestedMap:
@@ -74,8 +74,8 @@ class LayerNorm(Layer):
       epsilon: added to the variance.
     """
 
-    model_dims: int
-    epsilon: float = 1e-6
+    model_dims: int = bounded(at_least=1)
+    epsilon: float = bounded(1e-6, at_least=0)
 
     def weights(self) -> NestedMap:
         return NestedMap(
@@ -119,9 +119,9 @@ class GroupNorm(Layer):
       ValueError: G does not divide M.
     """
 
-    model_dims: int
+    model_dims: int = bounded(at_least=1)
     num_groups: int = bounded(at_least=1)
-    epsilon: float = 1e-6
+    epsilon: float = bounded(1e-6, at_least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -195,9 +195,9 @@ class BatchNorm(Layer):
       ValueError: the decay or the group size is out of range.
     """
 
-    model_dims: int
+    model_dims: int = bounded(at_least=1)
     decay: float = bounded(0.99, at_least=0, below=1)
-    epsilon: float = 1e-5
+    epsilon: float = bounded(1e-5, at_least=0)
     group_size: int | None = bounded(None, at_least=1)
 
     def weights(self) -> NestedMap:

@@ -65,8 +65,8 @@ class Convolution(Layer):
       ValueError: the strides are not as many as the windows, or out of range.
     """
 
-    in_channels: int
-    channels: int
+    in_channels: int = bounded(at_least=1)
+    channels: int = bounded(at_least=1)
     window: Sequence[int]
     strides: Sequence[int]
     padding: Padding = Padding.SAME
@@ -154,8 +154,8 @@ class TransposedConvolution(Layer):
       ValueError: a window is below 1.
     """
 
-    in_channels: int
-    channels: int
+    in_channels: int = bounded(at_least=1)
+    channels: int = bounded(at_least=1)
     window: Sequence[int]
 
     def __post_init__(self):
@@ -309,7 +309,7 @@ class DepthwiseConv1D(Layer):
       ValueError: the window is below 1, or even and not causal.
     """
 
-    model_dims: int
+    model_dims: int = bounded(at_least=1)
     window: int = bounded(at_least=1)
     is_causal: bool = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gin
@@ -18,6 +18,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.mask_rules import (
+    MaskKind,
+    MaskRule,
+    NearMask,
+    PrefixMask,
+    rule_of,
+)
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
@@ -42,7 +49,7 @@ class LanguageModel(TextTask):
       final_norm: normalization before the softmax.
 
     Raises:
-      ValueError: see `TextTask`.
+      ValueError: attention by which tokens see those after them; see `TextTask`.
     """
 
     stacks = ("stack",)
@@ -50,6 +57,22 @@ class LanguageModel(TextTask):
     text: TextInput
     stack: Layer
     final_norm: Layer
+
+    def __post_init__(self):
+        super().__post_init__()
+        for path, rule in _masks(self.stack, "LanguageModel.stack"):
+            if isinstance(rule, NearMask) and rule.right != 0:
+                raise ValueError(
+                    f"{path} lets tokens see those after them, which they are to "
+                    f"predict ({rule}): make it MaskKind.CAUSAL, or a NearMask with "
+                    "right = 0"
+                )
+
+    @property
+    def prefix_length(self) -> int:
+        """How many first tokens of a document a `PrefixMask` of the stack shows."""
+        rules = (rule for _, rule in _masks(self.stack, "LanguageModel.stack"))
+        return max((r.length for r in rules if isinstance(r, PrefixMask)), default=0)
 
     def hidden(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
@@ -131,12 +154,17 @@ class LanguageModel(TextTask):
         """Mean loss in nats over tokens of weight 1, smoothed and with the z-loss.
 
         The losses of mixtures of experts are added; `sums.nats` is without any of them.
+        Tokens of a prefix, which are seen where they would be predicted, do not count.
         """
         x, aux = self.hidden(ctx, theta, batch)
-        sums = self.token_loss(ctx, theta, x, batch.labels, batch.weights)
+        weights, prefix = batch.weights, self.prefix_length
+        if prefix > 1:
+            is_seen = batch.segment_positions + 1 < prefix
+            weights = tf.where(is_seen, 0.0, weights)
+        sums = self.token_loss(ctx, theta, x, batch.labels, weights)
         with ctx.scope("loss"):
             nats, total = ctx.split(sums.nats, ()), ctx.split(sums.total, ())
-            count = ctx.split(tf.reduce_sum(batch.weights), ())
+            count = ctx.split(tf.reduce_sum(weights), ())
             loss = total / tf.maximum(count, 1.0)
         return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
 
@@ -228,21 +256,36 @@ class LanguageModel(TextTask):
         return global_batch * self.text.sequence_length
 
 
-def _check_steps(layer: Layer, path: str) -> None:
-    """Refuses layers that cannot decode token by token; `path` leads to `layer`."""
+def _each_layer(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
+    """The layers of a stack and the fields that lead to them; `path` leads to it."""
     if isinstance(layer, Pipeline):
-        _check_steps(layer.stack, f"{path}.stack")
+        yield from _each_layer(layer.stack, f"{path}.stack")
     elif isinstance(layer, Repeat):
-        _check_steps(layer.body, f"{path}.body")
+        yield from _each_layer(layer.body, f"{path}.body")
     elif isinstance(layer, Sequential):
         for i, each in enumerate(layer.layers):
-            _check_steps(each, f"{path}.layers[{i}]")
-    elif not (hasattr(layer, "step") and hasattr(layer, "init_cache")):
-        raise ValueError(
-            f"{path} is {type(layer).__name__}, which cannot decode token by token: "
-            "generate with transformer_layer there, or give the class `init_cache` and "
-            "`step` as TransformerLayer has them"
-        )
+            yield from _each_layer(each, f"{path}.layers[{i}]")
+    else:
+        yield path, layer
+
+
+def _masks(stack: Layer, path: str) -> Iterator[tuple[str, MaskRule]]:
+    """The rule of each layer's attention, and the fields that lead to it."""
+    for name, layer in _each_layer(stack, path):
+        mask = getattr(getattr(layer, "attention", None), "mask", None)
+        if isinstance(mask, MaskKind | MaskRule):
+            yield f"{name}.attention.mask", rule_of(mask)
+
+
+def _check_steps(stack: Layer, path: str) -> None:
+    """Refuses a stack with a layer that cannot decode token by token."""
+    for name, layer in _each_layer(stack, path):
+        if not (hasattr(layer, "step") and hasattr(layer, "init_cache")):
+            raise ValueError(
+                f"{name} is {type(layer).__name__}, which cannot decode token by "
+                "token: generate with transformer_layer there, or give the class "
+                "`init_cache` and `step` as TransformerLayer has them"
+            )
 
 
 def _row_dims(layer: Layer, cache: NestedMap, dim: int) -> NestedMap:

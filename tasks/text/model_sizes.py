@@ -354,7 +354,7 @@ def warmup_steps(*, num_steps: int) -> int:
 
 def _check_known(what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(str(name), known, 1)
         raise ValueError(
             f"{what} is {name!r}; it must be one of {', '.join(map(repr, known))}"
             f"{f'. Did you mean {near[0]!r}?' if near else ''}"

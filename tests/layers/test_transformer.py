@@ -14,6 +14,7 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.rotary_scaling import YarnScaling
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.basic.normalization import RMSNorm
@@ -38,6 +39,14 @@ def test_adds_each_part_of_the_normalized_stream():
     normed = layer.feed_forward_norm.fprop(ctx, theta.feed_forward_norm, x)
     x = x + layer.feed_forward.fprop(ctx, theta.feed_forward, normed)
     np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_positions_of_the_layer_itself_are_set():
+    scaling = YarnScaling(factor=4.0, original_length=8)
+    layer, _ = build(rotary_base=500000.0, rotary_scaling=scaling, has_memory=True)
+    assert layer.attention.rotary_base == 500000.0
+    assert layer.attention.rotary_scaling == scaling
+    assert layer.cross_attention.rotary_scaling is None
 
 
 def test_a_part_that_is_dropped_leaves_the_stream_as_it_was():

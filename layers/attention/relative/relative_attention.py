@@ -84,7 +84,7 @@ class RelativeAttention(Layer):
       ValueError: an odd M; a context below 0; a rate out of range.
     """
 
-    model_dims: int
+    model_dims: int = bounded(at_least=1)
     num_heads: int = bounded(at_least=1)
     head_dim: int = bounded(at_least=1)
     left_context: int | None = bounded(None, at_least=0)

@@ -12,6 +12,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.rotary_scaling import LinearScaling
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 B, S, M, N, D = 2, 12, 6, 2, 4
@@ -163,9 +164,36 @@ def test_an_odd_head_dim_is_refused_for_rotary_positions():
         )
 
 
-def test_a_dropout_rate_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"Attention\.dropout_rate is -1"):
-        attention(dropout_rate=-1)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dropout_rate", -1),
+        ("model_dims", 0),
+        ("num_heads", 0),
+        ("head_dim", -4),
+        ("rotary_base", 0),
+        ("num_buckets", 0),
+        ("max_distance", 0),
+    ],
+)
+def test_a_number_out_of_range_is_refused(field, value):
+    sizes = {"model_dims": M, "num_heads": N, "head_dim": 4}
+    with pytest.raises(ValueError, match=rf"Attention\.{field} is {value}; it must be"):
+        MultiHeadAttention(**sizes | {field: value})
+
+
+@pytest.mark.parametrize("name", ["paddings", "segment_ids", "segment_positions"])
+def test_what_has_no_number_for_each_token_is_refused(name):
+    layer, theta = attention(positions=PositionKind.ROTARY)
+    given = {name: np.zeros([B, S - 1], np.int32)}
+    message = rf"for inputs \(2, 12, 6\) {name} must be \(2, 12\).* but is \(2, 11\)"
+    with pytest.raises(ValueError, match=message):
+        run(layer, theta, inputs(), **given)
+
+
+def test_a_scaling_that_changes_no_positions_is_refused():
+    with pytest.raises(ValueError, match="rotary_scaling is Linear.*PositionKind.NONE"):
+        attention(rotary_scaling=LinearScaling(factor=2.0))
 
 
 @pytest.mark.parametrize("positions", [PositionKind.NONE, PositionKind.RELATIVE])

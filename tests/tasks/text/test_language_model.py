@@ -11,6 +11,7 @@ from meshwright.framework.modeling.initializers import Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.mask_rules import MaskKind, NearMask, PrefixMask
 from meshwright.layers.basic.embedding import Softmax, SoftmaxKind, TokenEmbedding
 from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.basic.normalization import RMSNorm
@@ -95,6 +96,38 @@ def test_tokens_without_weight_do_not_count():
     batch.weights *= 0.0
     nothing = task.loss(Context(), theta, batch)
     assert nothing.loss == 0 and nothing.sums.tokens == 0
+
+
+def attending(mask):
+    body = transformer_layer(
+        model_dims=M, num_heads=2, head_dim=2, hidden_dims=4, mask=mask
+    )
+    return model(body, num_layers=2)
+
+
+@pytest.mark.parametrize(
+    "mask", [MaskKind.FULL, NearMask(left=3), NearMask(left=3, right=1)]
+)
+def test_a_mask_that_shows_what_is_to_be_predicted_is_refused(mask):
+    message = r"stack\.body\.attention\.mask lets tokens see those after .*right = 0"
+    with pytest.raises(ValueError, match=message):
+        attending(mask)
+
+
+def test_what_a_prefix_shows_does_not_count():
+    task = attending(PrefixMask(length=3))
+    theta, batch = weights_of(task), batch_of(task)
+    batch.segment_ids = tf.ones_like(batch.segment_ids)
+    batch.segment_positions = tf.tile(tf.range(S)[None], [B, 1])
+    # Tokens 1 and 2 are labels of queries 0 and 1, which see them.
+    counted = dataclasses.replace(task, stack=attending(MaskKind.CAUSAL).stack)
+    behind = np.float32(batch.weights) * (np.arange(S) >= 2)
+    got = task.loss(Context(), theta, batch)
+    assert 0 < got.sums.tokens == behind.sum() < np.sum(batch.weights)
+    seen = NestedMap(batch)
+    seen.labels = tf.where(tf.range(S) < 2, 7, batch.labels)
+    assert task.loss(Context(), theta, seen).loss == got.loss
+    assert counted.loss(Context(), theta, batch).sums.tokens == np.sum(batch.weights)
 
 
 def test_metrics_are_of_all_tokens_of_all_batches():

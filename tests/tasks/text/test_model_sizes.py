@@ -86,6 +86,7 @@ def test_an_override_changes_no_other_value_and_needs_no_notice(caplog):
     ("params", "message"),
     [
         (['SIZE = "9b"'], "SIZE is '9b'; it must be one of 'tiny', '125m', '350m'"),
+        (["SIZE = 8"], "SIZE is 8; it must be one of 'tiny', '125m', '350m'"),
         (
             ["NUM_LAYERS = @num_layer/model_size()"],
             "the scope of model_size is 'num_layer'; it must be one of "

@@ -163,6 +163,7 @@ def test_scopes_macros_enums_and_dtypes():
             "Outer.name = /data",
             r"Unable to parse value: quote a string or a path, as in",
         ),
+        ("Outer.name = 8b", r"Expected newline after the value: quote a string, as in"),
         (
             "Outer.first = @Classify()",
             r"If Classify is a class of yours, the gin file must import the module "

@@ -88,6 +88,8 @@ def message(text: str) -> str:
         return text + _where_modules_are()
     if text.startswith("Couldn't parse statement, expected"):
         return f"{text[:-1]}: write NAME=VALUE, as in Experiment.num_steps=100"
+    if text == "Expected newline.":
+        return f"{text[:-1]} after the value: quote a string, as in '8b'"
     if text == "Unable to parse value.":
         return f"{text[:-1]}: quote a string or a path, as in '/data'"
     # Python's words for a bare name are of its syntax tree.
