@@ -6,6 +6,7 @@ Dims: B batch, S sequence, M model.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 
 import gin
@@ -29,6 +30,19 @@ from meshwright.layers.basic.normalization import RMSNorm
 from meshwright.layers.experts.moe import MoE, x_and_aux
 
 
+@gin.constants_from_enum
+class Order(enum.Enum):
+    """What the feed-forward part of a layer reads.
+
+    SEQUENTIAL: the stream to which attention's output was added. PARALLEL: the stream
+    that attention reads too; both outputs are added to it (Wang and Komatsuzaki 2021;
+    PaLM, Chowdhery et al. 2022, section 2).
+    """
+
+    SEQUENTIAL = "sequential"
+    PARALLEL = "parallel"
+
+
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerLayer(Layer):
@@ -39,7 +53,8 @@ class TransformerLayer(Layer):
     Args:
       attention_norm: normalizes what attention reads.
       attention: takes [B, S, M] and the keywords of `fprop`.
-      feed_forward_norm: normalizes what the feed-forward layer reads.
+      feed_forward_norm: normalizes what the feed-forward layer reads; None, in
+        `Order.PARALLEL` alone: it reads what attention does.
       feed_forward: takes [B, S, M]; or a mixture of experts.
       residual_dropout: dropout of what is added to the stream.
       cross_attention_norm: normalizes what attends to the memory; given if
@@ -48,23 +63,37 @@ class TransformerLayer(Layer):
       attention_post_norm: normalizes what attention adds to the stream, as in Gemma 2;
         None: it is added as it is.
       feed_forward_post_norm: likewise of the feed-forward layer.
+      order: whether the feed-forward layer is behind attention or beside it.
 
     Raises:
-      ValueError: only one of the cross-attention and its norm is given.
+      ValueError: only one of the cross-attention and its norm is given; a parallel
+        layer with cross-attention, or another without a norm.
     """
 
     attention_norm: Layer
     attention: Layer
-    feed_forward_norm: Layer
+    feed_forward_norm: Layer | None
     feed_forward: Layer
     residual_dropout: Dropout = Dropout()
     cross_attention_norm: Layer | None = None
     cross_attention: MultiHeadAttention | None = None
     attention_post_norm: Layer | None = None
     feed_forward_post_norm: Layer | None = None
+    order: Order = Order.SEQUENTIAL
 
     def __post_init__(self):
         super().__post_init__()
+        if self.order is Order.PARALLEL and self.cross_attention is not None:
+            raise ValueError(
+                "TransformerLayer.order is Order.PARALLEL, which has no place for "
+                "cross_attention: make it Order.SEQUENTIAL, or leave that out"
+            )
+        if self.order is Order.SEQUENTIAL and self.feed_forward_norm is None:
+            raise ValueError(
+                "TransformerLayer.feed_forward_norm is None, but only with "
+                "Order.PARALLEL does the feed-forward layer read what attention reads: "
+                "give a norm, such as RMSNorm, or set TransformerLayer.order to that"
+            )
         if (self.cross_attention is None) != (self.cross_attention_norm is None):
             raise ValueError(
                 "TransformerLayer.cross_attention and cross_attention_norm go "
@@ -95,7 +124,8 @@ class TransformerLayer(Layer):
           ValueError: a `memory` [B, T, M] and no cross-attention, or the reverse.
         """
         self._check_memory(ctx, memory)
-        x = self._add(ctx, theta, "attention", ctx.cast(x), **attention_inputs)
+        stream = ctx.cast(x)
+        x = self._add(ctx, theta, "attention", stream, **attention_inputs)
         if memory is not None:
             x = self._add(
                 ctx,
@@ -106,13 +136,15 @@ class TransformerLayer(Layer):
                 memory_segment_ids=memory_segment_ids,
                 segment_ids=attention_inputs.get("segment_ids"),
             )
+        onto, x = x, self._read_by_feed_forward(stream, x)
         if not isinstance(self.feed_forward, MoE):
-            return self._add(ctx, theta, "feed_forward", x)
+            return self._add(ctx, theta, "feed_forward", x, onto=onto)
         return self._add(
             ctx,
             theta,
             "feed_forward",
             x,
+            onto=onto,
             token_ids=token_ids,
             paddings=attention_inputs.get("paddings"),
             segment_ids=attention_inputs.get("segment_ids"),
@@ -183,7 +215,8 @@ class TransformerLayer(Layer):
             y = part.attend_memory(c, theta, rows, memory, memory_paddings)
             return tf.reshape(y, shape_of(x))
 
-        out = self._add(ctx, theta, "attention", ctx.cast(x), attend)
+        stream = ctx.cast(x)
+        out = self._add(ctx, theta, "attention", stream, attend)
         x, new_cache = out.x, out.aux
         if self.cross_attention is not None:
             x = self._add(ctx, theta, "cross_attention", x, attend_memory)
@@ -192,7 +225,8 @@ class TransformerLayer(Layer):
             return part.step(c, theta, x, token_ids=token_ids).x
 
         use = use_experts if isinstance(self.feed_forward, MoE) else None
-        x = self._add(ctx, theta, "feed_forward", x, use)
+        onto, x = x, self._read_by_feed_forward(stream, x)
+        x = self._add(ctx, theta, "feed_forward", x, use, onto=onto)
         return x, NestedMap(attention=new_cache)
 
     def _parts(self) -> list[tuple[str, Layer]]:
@@ -201,12 +235,13 @@ class TransformerLayer(Layer):
         if self.cross_attention is not None:
             names += ["cross_attention_norm", "cross_attention"]
         names += ["feed_forward_norm", "feed_forward"]
-        names += [
-            name
-            for name in ("attention_post_norm", "feed_forward_post_norm")
-            if getattr(self, name) is not None
-        ]
-        return [(name, getattr(self, name)) for name in names]
+        names += ["attention_post_norm", "feed_forward_post_norm"]
+        parts = [(name, getattr(self, name)) for name in names]
+        return [(name, part) for name, part in parts if part is not None]
+
+    def _read_by_feed_forward(self, stream: tf.Tensor, attended: tf.Tensor):
+        """The stream before attention, or behind it."""
+        return stream if self.order is Order.PARALLEL else attended
 
     def _check_memory(self, ctx: Context, memory) -> None:
         if (memory is None) != (self.cross_attention is None):
@@ -216,13 +251,14 @@ class TransformerLayer(Layer):
                 "cross_attention: a decoder's layer has both, an encoder's neither"
             )
 
-    def _add(self, ctx, theta, name: str, x: tf.Tensor, use=None, **kwargs):
-        """`x` plus the output of the part called `name`, with its `aux` if any.
+    def _add(self, ctx, theta, name: str, x: tf.Tensor, use=None, onto=None, **kwargs):
+        """The output of the part called `name` added to `x`, with its `aux` if any.
 
-        `use` (part, context, weights, normalized x) is the part's `fprop` by default.
+        `use` (part, context, weights, normalized x) is the part's `fprop` by default;
+        `onto` is added to in place of `x`.
         """
         use = use or (lambda part, c, theta, x: part.fprop(c, theta, x, **kwargs))
-        norm_name = f"{name}_norm"
+        norm_name = f"{name}_norm" if f"{name}_norm" in theta else "attention_norm"
         with ctx.scope(norm_name) as c:
             normed = getattr(self, norm_name).fprop(c, theta[norm_name], x)
         with ctx.scope(name) as c:
@@ -234,7 +270,7 @@ class TransformerLayer(Layer):
                 y = getattr(self, post_norm).fprop(c, theta[post_norm], y)
         with ctx.scope(f"{name}_dropout") as c:
             y = self.residual_dropout.fprop(c, NestedMap(), y)
-        x = ctx.split(x + y, BSM)
+        x = ctx.split((x if onto is None else onto) + y, BSM)
         return x if aux is None else NestedMap(x=x, aux=aux)
 
 
@@ -261,6 +297,7 @@ def transformer_layer(
     kernel: Kernel = Kernel.AUTO,
     rotary_base: float = 10000.0,
     rotary_scaling: RotaryScaling | None = None,
+    order: Order = Order.SEQUENTIAL,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
 
@@ -287,6 +324,7 @@ def transformer_layer(
       kernel: likewise.
       rotary_base: likewise.
       rotary_scaling: likewise.
+      order: see `TransformerLayer`; in parallel both parts read one norm, as in PaLM.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -335,8 +373,11 @@ def transformer_layer(
             rotary_base=rotary_base,
             rotary_scaling=rotary_scaling,
         ),
-        feed_forward_norm=norm(model_dims=model_dims),
+        feed_forward_norm=(
+            None if order is Order.PARALLEL else norm(model_dims=model_dims)
+        ),
         feed_forward=feed_forward,
+        order=order,
         residual_dropout=Dropout(rate=dropout_rate),
         cross_attention_norm=cross_attention_norm,
         cross_attention=cross_attention,

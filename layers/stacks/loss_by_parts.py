@@ -26,10 +26,10 @@ def check_parts(ctx: Context, field: str, parts: int, length: int) -> None:
     """
     devices = ctx.plan.activation_sharding(BSM, field).splits()[1]
     if length % (parts * devices):
+        split = f" on {devices} devices" if devices > 1 else ""
         raise ValueError(
-            f"{field} is {parts}, but a sequence has {length} tokens on {devices} "
-            f"devices, no multiple of {parts * devices}: set a number of parts that "
-            "divides it"
+            f"{field} is {parts}, but a sequence has {length} tokens{split}, no "
+            f"multiple of {parts * devices}: set a number of parts that divides it"
         )
 
 

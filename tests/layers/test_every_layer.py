@@ -33,7 +33,11 @@ from meshwright.layers.basic.normalization import (
 )
 from meshwright.layers.conformer import conformer_layer
 from meshwright.layers.convolutions.convolution import DepthwiseConv1D
-from meshwright.layers.transformer import TransformerLayer, transformer_layer
+from meshwright.layers.transformer import (
+    Order,
+    TransformerLayer,
+    transformer_layer,
+)
 
 B, S, M, V = 2, 8, 4, 11
 KEY = key_from_seed(0)
@@ -95,6 +99,9 @@ LAYERS = {
         model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, norm=LayerNorm
     ),
     "transformer_post_norms": post_normed(),
+    "transformer_parallel": transformer_layer(
+        model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, order=Order.PARALLEL
+    ),
     "conformer": conformer_layer(
         model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, window=3
     ),
@@ -119,6 +126,7 @@ WITH_GSPMD = (  # Others are parts of these, or next to the same.
     "transformer",
     "transformer_layer_norm",
     "transformer_post_norms",
+    "transformer_parallel",
     "embedding_one_hot_shared",
     "embedding_gather_separate",
 )

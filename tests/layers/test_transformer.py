@@ -18,7 +18,11 @@ from meshwright.layers.attention.rotary_scaling import YarnScaling
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.basic.normalization import RMSNorm
-from meshwright.layers.transformer import TransformerLayer, transformer_layer
+from meshwright.layers.transformer import (
+    Order,
+    TransformerLayer,
+    transformer_layer,
+)
 
 SIZES = {"model_dims": 8, "hidden_dims": 32, "num_heads": 4, "head_dim": 2}
 X = tf.random.stateless_normal([2, 16, 8], [0, 0])
@@ -83,6 +87,36 @@ def test_post_norms_normalize_what_is_added():
         scale = 1 + theta[f"{name}_post_norm"].scale
         x += added / np.sqrt((added**2).mean(-1, keepdims=True) + 1e-6) * scale
     np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_norm", [False, True])
+def test_parallel_parts_read_the_same_stream(own_norm):
+    layer, theta = build(order=Order.PARALLEL)
+    assert "feed_forward_norm" not in theta
+    if own_norm:
+        layer = dataclasses.replace(layer, feed_forward_norm=RMSNorm(model_dims=8))
+        theta.feed_forward_norm = NestedMap(scale=tf.range(8.0))
+    ctx = Context()
+    y = layer.fprop(ctx, theta, X)
+    normed = layer.attention_norm.fprop(ctx, theta.attention_norm, X)
+    x = X + layer.attention.fprop(ctx, theta.attention, normed)
+    if own_norm:
+        normed = layer.feed_forward_norm.fprop(ctx, theta.feed_forward_norm, X)
+    x = x + layer.feed_forward.fprop(ctx, theta.feed_forward, normed)
+    np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": Order.PARALLEL, "has_memory": True}, "has no place for cross_att"),
+        ({"feed_forward_norm": None}, "feed_forward_norm is None, but only with Order"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused(changes, message):
+    parts = {key: changes.pop(key) for key in ["feed_forward_norm"] if key in changes}
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(build(**changes)[0], **parts)
 
 
 def test_no_token_depends_on_other_rows_of_the_batch():

@@ -248,6 +248,11 @@ def _prompts(task: LanguageModel) -> list[Prompt] | None:
     path = pathlib.Path(generate_flags.PROMPTS_FILE.value).expanduser()
     try:
         text = path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(
+            f"--prompts_file={path} cannot be read ({error.strerror}): name a file of "
+            "prompts, one a line"
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompts_file={path} is no text in UTF-8 ({error.reason} at byte "

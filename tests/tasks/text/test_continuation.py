@@ -25,7 +25,7 @@ from meshwright.layers.experts.gatings import Hash, Top2
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
-from meshwright.layers.transformer import transformer_layer
+from meshwright.layers.transformer import Order, transformer_layer
 from meshwright.tasks.text.continuation import Continuation
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
@@ -52,6 +52,7 @@ MODELS = {
     "relative": {"positions": PositionKind.RELATIVE, "mask": NearMask(left=3, right=0)},
     "prefix": {"mask": PrefixMask(length=2)},
     "blocks": {"block_size": 3},
+    "parallel": {"order": Order.PARALLEL},
     "vectors": {
         "positions": RelativeVectors(max_distance=3),
         "sink": Sink.LEARNED,

@@ -88,8 +88,8 @@ def test_a_table_is_reduced_once_and_no_tensor_has_all_logits(partitioner):
 @pytest.mark.parametrize(
     "plan,mesh,parts,message",
     [
-        ("data", "(8,)", 3, "LanguageModel.loss_parts is 3.* 8 tokens on 1 devices"),
-        ("sequence_tensor", "(2, 4)", 4, "no multiple of 16: set a number"),
+        ("data", "(8,)", 3, "LanguageModel.loss_parts is 3.* 8 tokens, no mul"),
+        ("sequence_tensor", "(2, 4)", 4, "8 tokens on 4 devices, no multiple of 16"),
     ],
 )
 def test_parts_that_do_not_divide_are_refused(plan, mesh, parts, message):

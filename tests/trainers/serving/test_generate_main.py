@@ -260,7 +260,7 @@ def test_bad_flag(capfd, more_flags, message):
         ("a.jsonl", b'{"prompt": [1, 999]}', "line 1 of .* has the id 999"),
         ("a.jsonl", b'{"prompt": "\\ud800"}', "line 1 of .* is no text in UTF-8"),
         ("a.jsonl", b'{"prompt": []}', "line 1 of .* is empty: give text"),
-        ("missing", None, "No such file"),
+        ("missing", None, r"--prompts_file=\S+/missing cannot be read \(No such fi"),
     ],
 )
 def test_bad_file_of_prompts(tmp_path, capfd, name, content, message):

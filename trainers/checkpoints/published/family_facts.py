@@ -9,7 +9,7 @@ from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.positions import InputPositions, PositionKind
 from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.basic.normalization import RMSNorm
-from meshwright.layers.transformer import TransformerLayer
+from meshwright.layers.transformer import Order, TransformerLayer
 from meshwright.trainers.checkpoints.published.published_facts import (
     Config,
     Fact,
@@ -93,6 +93,12 @@ def norms(*, offset: float, post_norms: bool, qk_norm: bool) -> list[Fact]:
                 ("feed_forward_post_norm", post_norms),
                 ("cross_attention", False),
             )
+        ),
+        implied(
+            "TransformerLayer.order",
+            lambda layer: layer.order,
+            Order.SEQUENTIAL,
+            each=True,
         ),
         implied(
             "whether there is MultiHeadAttention.qk_norm",

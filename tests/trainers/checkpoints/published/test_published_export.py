@@ -151,7 +151,8 @@ def test_what_cannot_be_is_told(tmp_path, changes, message):
             r"MultiHeadAttention\.positions is .*, but a qwen3 model has PositionKind",
         ),
         (
-            "TransformerLayer.feed_forward_norm = @LayerNorm()",
+            "TransformerLayer.feed_forward_norm = @LayerNorm()\n"
+            "LayerNorm.model_dims = 16",
             r"TransformerLayer\.feed_forward_norm is of class LayerNorm: set it to @RM",
         ),
         (
@@ -159,8 +160,12 @@ def test_what_cannot_be_is_told(tmp_path, changes, message):
             r"FeedForward\.activation is Activation\.RELU, but hidden_act in",
         ),
         (
-            "MultiHeadAttention.mask = @NearMask()",
-            r"the window of MultiHeadAttention\.mask is NearMask\(.*\), but",
+            "MultiHeadAttention.mask = @PrefixMask()\nPrefixMask.length = 3",
+            r"the window of MultiHeadAttention\.mask is PrefixMask\(.*\), but",
+        ),
+        (
+            "TransformerLayer.order = %Order.PARALLEL",
+            r"TransformerLayer\.order is Order\.PARALLEL, but a qwen3 .* Order\.SEQ",
         ),
         (
             "MultiHeadAttention.sink = %Sink.LEARNED",
@@ -173,7 +178,7 @@ def test_what_cannot_be_is_told(tmp_path, changes, message):
     ],
 )
 def test_a_model_that_no_family_has_is_told(tmp_path, param, message):
-    params = [param, "LayerNorm.model_dims = 16"] if "LayerNorm" in param else [param]
+    params = param.split("\n")
     made = experiment("qwen3", *params)
     weights = parity.initial_state(made).theta
     assert re.search(message, refused(made.task, weights, tmp_path, "qwen3"))
