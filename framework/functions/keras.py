@@ -30,9 +30,10 @@ from meshwright.framework.functions.layout import (
     LayoutTable,
     Replicated,
 )
-from meshwright.framework.functions.tensor_parallel import TensorParallel
+from meshwright.framework.functions.tensor_parallel import Planned, TensorParallel
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 
 __all__ = ["backup", "distribute"]
 
@@ -156,7 +157,7 @@ def _batch(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
 def distribute(
     model: Any,
     mesh: DeviceMesh,
-    layout: str | Mapping[str, Any] = "data",
+    layout: str | Mapping[str, Any] | ShardingPlan = "data",
     *,
     data_axes: Sequence[str] | None = None,
     weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO,
@@ -176,9 +177,12 @@ def distribute(
         layers and embeddings split along the mesh's last axis, see `TensorParallel`;
         or a table from regular expressions, searched for in variables' paths, to the
         mesh axes of each dim: a dict, as `meshwright.function` takes it, or Keras's
-        LayoutMap. Variables without a row are left to completion.
+        LayoutMap. Variables without a row are left to completion. Or a plan of this
+        mesh, by the names "tensor", "fsdp" and "other" of weights' dims, see
+        `names_of_dims`.
       data_axes: the mesh axes that split a batch; by default all for "data" and "fsdp",
-        all but the last for "tensor", and the first for a table.
+        all but the last for "tensor", the first for a table, and of a plan those of
+        the activations' "batch".
       weight_update_sharding: "auto", "off" or "all": which weight updates, that the
         data axes would repeat, are divided among the devices, with the optimizer state
         that goes with them; see docs/weight_updates.md.
@@ -235,8 +239,12 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _data_axes(layout: str | Mapping[str, Any], mesh: DeviceMesh) -> Sequence[str]:
+def _data_axes(
+    layout: str | Mapping[str, Any] | ShardingPlan, mesh: DeviceMesh
+) -> Sequence[str]:
     """The mesh axes that split a batch where the user does not say."""
+    if isinstance(layout, ShardingPlan):
+        return as_axes(layout.activations.get("batch"))
     if layout in ("data", "fsdp"):
         return mesh.axis_names
     return mesh.axis_names[:-1] if layout == "tensor" else mesh.axis_names[:1]
@@ -260,8 +268,18 @@ def _updates(
 
 
 def _layout(
-    model: Any, mesh: DeviceMesh, layout: str | Mapping[str, Any], axes: Sequence[str]
+    model: Any,
+    mesh: DeviceMesh,
+    layout: str | Mapping[str, Any] | ShardingPlan,
+    axes: Sequence[str],
 ) -> Layout:
+    if isinstance(layout, ShardingPlan):
+        if layout.mesh != mesh:
+            raise ValueError(
+                f"{model.name}: the layout is a plan of {layout.mesh}, but the mesh is "
+                f"{mesh}: pass the plan's own, plan.mesh"
+            )
+        return Planned(model, layout)
     if layout == "data":
         return Replicated()
     if layout == "fsdp":
@@ -272,9 +290,9 @@ def _layout(
         rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
         return LayoutTable(rows)
     raise ValueError(
-        f"the layout is {layout!r}; pass 'data', 'fsdp', 'tensor', or a table from "
-        "regular expressions to the mesh axes of each dim, such as {'dense.*kernel': "
-        "[None, 'model']}"
+        f"the layout is {layout!r}; pass 'data', 'fsdp', 'tensor', a ShardingPlan, or "
+        "a table from regular expressions to the mesh axes of each dim, such as "
+        "{'dense.*kernel': [None, 'model']}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism for Transformers of Keras layers."""
+"""Tensor parallelism for Transformers of Keras layers, and names of weights' dims."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 
 
@@ -58,6 +59,73 @@ class TensorParallel:
         """By `id` of a variable: the dim that is split."""
         split = split_weights(self.model)
         return {id(weight._value): dim for weight, dim in split}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned:
+    """Splits the dims of weights as a plan says for their names, see `names_of_dims`.
+
+    Optimizer slots are left to completion, which splits them as their weights.
+
+    Args:
+      model: the Keras model.
+      plan: names of dims to mesh axes; of activations the batch alone.
+
+    Raises:
+      ValueError: the plan splits a dim by a name that Keras's layers do not give.
+    """
+
+    model: Any
+    plan: ShardingPlan
+
+    def __post_init__(self):
+        tables = {"weights": NAMES, "activations": ("batch",)}
+        for table, known in tables.items():
+            for name in getattr(self.plan, table):
+                if name not in known:
+                    raise ValueError(
+                        f"{self.model.name}: {table}[{name!r}] of the plan is for no "
+                        f"dim of a Keras model, whose names there are {known}: leave "
+                        "it out, or pass a table from regular expressions"
+                    )
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
+        """The sharding of a variable; None where completion decides."""
+        del mesh  # The plan's.
+        dims = self._dims.get(id(variable))
+        return dims and self.plan.weight_sharding(dims, variable.name)
+
+    @functools.cached_property
+    def _dims(self) -> dict[int, tuple[str, ...]]:
+        """By `id` of a variable: the names of its dims."""
+        split = {id(weight): dim for weight, dim in split_weights(self.model)}
+        return {
+            id(weight._value): names_of_dims(tuple(weight.shape), split.get(id(weight)))
+            for weight in self.model.variables
+        }
+
+
+NAMES = ("tensor", "fsdp", "other")
+
+
+def names_of_dims(shape: tuple[int, ...], split: int | None) -> tuple[str, ...]:
+    """The names of a weight's dims for a sharding plan.
+
+    Args:
+      shape: of the weight.
+      split: the dim that tensor parallelism splits, if any.
+
+    Returns:
+      "tensor" for that dim, "fsdp" for the largest other one of a weight of two dims or
+      more, and "other" for the rest.
+    """
+    names = ["other"] * len(shape)
+    if split is not None:
+        names[split] = "tensor"
+    rest = [i for i in range(len(shape)) if i != split]
+    if len(shape) > 1:
+        names[max(rest, key=lambda i: shape[i])] = "fsdp"
+    return tuple(names)
 
 
 def split_weights(model: Any) -> list[tuple[Any, int]]:

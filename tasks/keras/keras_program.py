@@ -18,7 +18,10 @@ from keras.src import backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.initializers.random_initializers import RandomInitializer
 
-from meshwright.framework.functions.tensor_parallel import split_weights
+from meshwright.framework.functions.tensor_parallel import (
+    names_of_dims,
+    split_weights,
+)
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import (
     Context,
@@ -429,7 +432,7 @@ def _dims(
     for path, variable in variables.items_by_path():
         row = next((row for row in rows if re.search(row, variable.path)), None)
         if row is None:
-            dims[path] = _default_dims(tuple(variable.shape), split.get(id(variable)))
+            dims[path] = names_of_dims(tuple(variable.shape), split.get(id(variable)))
             continue
         unused.discard(row)
         dims[path] = tuple(rows[row])
@@ -446,17 +449,6 @@ def _dims(
             f"{', ...' if len(paths) > 8 else ''}"
         )
     return dims
-
-
-def _default_dims(shape: tuple[int, ...], split: int | None) -> tuple[str, ...]:
-    """See `KerasModel`."""
-    names = ["other"] * len(shape)
-    if split is not None:
-        names[split] = "tensor"
-    rest = [i for i in range(len(shape)) if i != split]
-    if len(shape) > 1:
-        names[max(rest, key=lambda i: shape[i])] = "fsdp"
-    return tuple(names)
 
 
 class _KeySeed(keras.random.SeedGenerator):

@@ -1,5 +1,7 @@
 """Keras models on a mesh: the same numbers as Keras on one device."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -18,6 +20,12 @@ X = RNG.standard_normal((20, 6, 6, 2)).astype(np.float32)
 Y = np.arange(20) % 3
 FIT = {"batch_size": 8, "epochs": 2, "verbose": 0}
 TABLE = {"dense.*kernel": [None, "model"]}
+PLAN = mw.ShardingPlan(
+    mesh_axes=MESH.axis_names,
+    mesh_shape=MESH.shape,
+    weights={"tensor": "model", "fsdp": "data"},
+    activations={"batch": "data"},
+)
 LAYERS = keras.layers
 MOMENTS = ("momentum", "velocity")
 
@@ -67,8 +75,10 @@ def trained():
         ("fsdp", mw.Partitioner.GSPMD),
         (TABLE, mw.Partitioner.SHARDY),
         (TABLE, mw.Partitioner.GSPMD),
+        (PLAN, mw.Partitioner.SHARDY),
+        (PLAN, mw.Partitioner.GSPMD),
     ],
-    ids=lambda value: "table" if value is TABLE else str(value),
+    ids=lambda value: {id(TABLE): "table", id(PLAN): "plan"}.get(id(value), str(value)),
 )
 def test_fit_evaluate_and_predict(trained, layout, partitioner, tmp_path, caplog):
     theirs, history = trained
@@ -277,6 +287,34 @@ def test_a_train_step_of_ones_own_with_callbacks(tmp_path):
 
     ours = run(lambda model: distribute(model, MESH, "fsdp"), tmp_path / "ours")
     assert_alike(ours, run(lambda model: model, tmp_path / "theirs"))
+
+
+def test_a_plan_splits_weights_by_the_names_of_their_dims():
+    model = compiled(distribute(network(), MESH, PLAN))
+    model.fit(X[:8], Y[:8], verbose=0)
+    kernel = model.layers[4].kernel
+    assert kernel.shape == (16, 8) and shard_shape(kernel) == (4, 4)
+    slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert {shard_shape(v) for v in slots} == {(4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh_shape": (4, 2)}, r"a plan of .*, but the mesh is .*: pass the plan's"),
+        (
+            {"weights": {"model": "model"}},
+            r"weights\['model'\] of the plan is for",
+        ),
+        (
+            {"activations": {"heads": "data"}},
+            r"activations\['heads'\] of the plan",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        distribute(network(), MESH, dataclasses.replace(PLAN, **changes))
 
 
 def test_refusals():
