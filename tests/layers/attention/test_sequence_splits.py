@@ -169,6 +169,30 @@ def test_eight_devices_compute_what_one_does_at_once(name, way, partitioner):
 
 
 @pytest.mark.parametrize(
+    "count,way,partitioner",
+    [
+        (1, "RING", "SHARDY"),
+        (2, "ALL_TO_ALL", "SHARDY"),
+        (3, "RING", "GSPMD"),
+        (4, "ALL_TO_ALL", "GSPMD"),
+        (5, "RING", "SHARDY"),
+        (8, "RING", "GSPMD"),
+        (8, "ALL_TO_ALL", "SHARDY"),
+    ],
+)
+def test_any_number_of_devices_computes_what_one_does(count, way, partitioner):
+    layer = attention(NearMask(left=9, right=0), num_kv_heads=8)
+    assert_layer_parity(
+        layer,
+        X,
+        plan=plan_of(way, (1, count, 1)),
+        partitioner=mw.Partitioner[partitioner],
+        reference=dataclasses.replace(layer, block_size=Blocks.NONE),
+        **PACKED,
+    )
+
+
+@pytest.mark.parametrize(
     "way,partitioner",
     some_of(
         itertools.product(WAYS, PARTITIONERS),
