@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -21,7 +20,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,
     dot_dims,
-    end_of,
     shape_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -37,7 +35,7 @@ _COLLECTIVES = {
     "sdy.collective_permute": ("collective-permute", "out_sharding"),
 }
 _SLICE = "sdy.all_slice"
-_DOTS = ("stablehlo.dot_general", "stablehlo.dot")
+DOTS = ("stablehlo.dot_general", "stablehlo.dot")
 _CONVOLUTION = "stablehlo.convolution"
 # Their operands or results are arrays in memory, whatever XLA fuses.
 _MOVES = (
@@ -138,19 +136,47 @@ def work_of(module: ir.Operation, mesh: DeviceMesh) -> DeviceWork:
     walk = _Walk(mesh)
     main = ir.SymbolTable(module)["main"].operation
     block = main.regions[0].blocks[0]
-    shardings = _of_arguments(main)
-    for argument, sharding in zip(block.arguments, shardings, strict=True):
+    for argument, sharding in zip(block.arguments, shardings_of(main), strict=True):
         walk.note(argument, sharding)
     arguments = sum(map(walk.bytes, block.arguments))
     walk.work.memory = arguments + walk.block(block, 1.0)
     return walk.work
 
 
-def _of_arguments(main) -> list[ir.Attribute | None]:
-    if "arg_attrs" not in main.attributes:
-        return [None] * len(main.regions[0].blocks[0].arguments)
-    dicts = map(ir.DictAttr, ir.ArrayAttr(main.attributes["arg_attrs"]))
-    return [d[SHARDING_ATTRIBUTE] if SHARDING_ATTRIBUTE in d else None for d in dicts]
+def shardings_of(op) -> list[ir.Attribute | None]:
+    """Shardy's sharding of each result of an op, or of each argument of a function."""
+    attributes = op.attributes
+    if op.name == "func.func":
+        arguments = op.regions[0].blocks[0].arguments
+        if "arg_attrs" not in attributes:
+            return [None] * len(arguments)
+        dicts = map(ir.DictAttr, ir.ArrayAttr(attributes["arg_attrs"]))
+        return [
+            {n.name: n.attr for n in given}.get(SHARDING_ATTRIBUTE) for given in dicts
+        ]
+    for name in (SHARDING_ATTRIBUTE, "out_sharding", "sharding"):
+        if name in attributes and len(op.results):
+            attribute = attributes[name]
+            if sdy.TensorShardingPerValueAttr.isinstance(attribute):
+                return list(sdy.TensorShardingPerValueAttr(attribute).shardings)
+            return [attribute]
+    return [None] * len(op.results)
+
+
+def loop_trips(condition) -> int:
+    """The trips of a loop by its condition's block; its counter starts at 0.
+
+    Raises:
+      ValueError: they are not known.
+    """
+    known, bounds = KnownValues(), []
+    for op in condition.operations:
+        if op.operation.name == "stablehlo.compare":
+            bound = known.of(op.operation.operands[1])
+            bounds += [] if bound is None or bound.ndim else [int(bound)]
+    if not bounds:
+        raise ValueError("a loop has no bound that is known")
+    return max(1, min(bounds))
 
 
 class _Walk:
@@ -162,30 +188,22 @@ class _Walk:
     def __init__(self, mesh: DeviceMesh):
         self.mesh, self.work = mesh, DeviceWork()
         self._splits: dict[ir.Value, tuple[int, ...]] = {}
-        self._parsed: dict[ir.Attribute, list[tuple[int, ...]]] = {}
+        self._parsed: dict[ir.Attribute, tuple[int, ...]] = {}
         self._gathered: dict[tuple, ir.Value] = {}
         self._reduced: dict[ir.Value, int] = {}
-        self._known = KnownValues()
 
     def note(self, value: ir.Value, sharding: ir.Attribute | None) -> None:
         """Notes the sharding of a value; None: nothing splits it."""
         if sharding is not None:
-            self._splits[value] = self._of(sharding)[0]
+            self._splits[value] = self._of(sharding)
 
-    def _of(self, attribute: ir.Attribute) -> list[tuple[int, ...]]:
-        """The shards of each dim, of one value or of several."""
+    def _of(self, attribute: ir.Attribute) -> tuple[int, ...]:
+        """The shards of each dim."""
         if attribute not in self._parsed:
-            if sdy.TensorShardingPerValueAttr.isinstance(attribute):
-                several = sdy.TensorShardingPerValueAttr(attribute).shardings
-            else:
-                several = [attribute]
-            self._parsed[attribute] = [
-                tuple(
-                    self.mesh.axes_size(axes_in(str(dim)))
-                    for dim in sdy.TensorShardingAttr(one).dimension_shardings
-                )
-                for one in several
-            ]
+            self._parsed[attribute] = tuple(
+                self.mesh.axes_size(axes_in(str(dim)))
+                for dim in sdy.TensorShardingAttr(attribute).dimension_shardings
+            )
         return self._parsed[attribute]
 
     def splits(self, value: ir.Value) -> tuple[int, ...]:
@@ -199,7 +217,7 @@ class _Walk:
 
     def bytes(self, value: ir.Value) -> float:
         """A device's bytes of a value."""
-        return math.prod(self.local(value)) * _itemsize(value)
+        return math.prod(self.local(value)) * itemsize(value)
 
     def block(self, block, times: float) -> float:
         """Adds the work of a block that runs so many times.
@@ -226,7 +244,7 @@ class _Walk:
             self._slice(op)
         elif op.name in _COLLECTIVES:
             self._collective(op, times)
-        elif op.name in _DOTS:
+        elif op.name in DOTS:
             self._product(op, times)
         elif op.name == _CONVOLUTION:
             self._convolution(op, times)
@@ -235,17 +253,8 @@ class _Walk:
         return 0.0
 
     def _note_results(self, op) -> None:
-        attributes = op.attributes
-        if SHARDING_ATTRIBUTE in attributes:
-            several = self._of(attributes[SHARDING_ATTRIBUTE])
-        elif "out_sharding" in attributes:
-            several = self._of(attributes["out_sharding"])
-        elif op.name == "sdy.reshard":
-            several = self._of(attributes["sharding"])
-        else:
-            return
-        for result, splits in zip(op.results, several, strict=False):
-            self._splits[result] = splits
+        for result, sharding in zip(op.results, shardings_of(op), strict=True):
+            self.note(result, sharding)
 
     def _loop(self, op, times: float) -> float:
         condition, body = (region.blocks[0] for region in op.regions)
@@ -253,18 +262,7 @@ class _Walk:
             if result in self._splits:
                 for block in (condition, body):
                     self._splits[block.arguments[number]] = self._splits[result]
-        return self.block(body, times * self._trips(op, condition))
-
-    def _trips(self, op, condition) -> int:
-        """From the bound in the condition; counters start at 0."""
-        bounds = []
-        for inner in condition.operations:
-            if inner.operation.name == "stablehlo.compare":
-                bound = self._known.of(inner.operation.operands[1])
-                bounds += [] if bound is None or bound.ndim else [int(bound)]
-        if not bounds:
-            raise ValueError(f"loop {op.location} has no bound that is known")
-        return max(1, min(bounds))
+        return self.block(body, times * loop_trips(condition))
 
     def _collective(self, op, times: float) -> None:
         kind, name = _COLLECTIVES[op.name]
@@ -293,9 +291,20 @@ class _Walk:
         self.work.sent[number] = dataclasses.replace(
             reduced, kind="reduce-scatter", axes=scattered
         )
+        self._reduced[op.results[0]] = number
         if rest:
             size = reduced.bytes / self.mesh.axes_size(scattered)
             self.work.sent.append(dataclasses.replace(reduced, axes=rest, bytes=size))
+
+    def _add_up(self, op) -> None:
+        """What is reduced and then added up XLA adds up first: one is left."""
+        first, second = (self._reduced.get(operand) for operand in op.operands)
+        if first is None or second is None or first == second:
+            return
+        sent = self.work.sent
+        if sent[first] == sent[second] and "reduce" in sent[first].kind:
+            sent[second] = dataclasses.replace(sent[second], count=0)
+            self._reduced[op.results[0]] = first
 
     def _product(self, op, times: float) -> None:
         left, right = op.operands
@@ -325,7 +334,11 @@ class _Walk:
     def _other(self, op, times: float) -> None:
         name = op.name.rpartition(".")[2]
         if name in _FREE:
+            if len(op.operands) == 1 and op.operands[0] in self._reduced:
+                self._reduced[op.results[0]] = self._reduced[op.operands[0]]
             return
+        if name == "add":
+            self._add_up(op)
         if name == "dynamic_update_slice":
             self.work.moved += 2 * times * self.bytes(op.operands[1])
         elif name in _MOVES:
@@ -405,7 +418,7 @@ _ALIASES = ("reshape", "optimization_barrier", "reshard", "bitcast_convert")
 _STORED = (
     WHILE,
     *BRANCHES,
-    *_DOTS,
+    *DOTS,
     _CONVOLUTION,
     *_COLLECTIVES,
     "stablehlo.dynamic_update_slice",
@@ -421,7 +434,7 @@ def axes_in(text: str) -> list[str]:
     return [axis + part for axis, part in _AXIS.findall(text)]
 
 
-def _itemsize(value: ir.Value) -> float:
+def itemsize(value: ir.Value) -> float:
     element = str(ir.RankedTensorType(value.type).element_type)
     bits = _BITS.search(element)
     size = max(8, int(bits[0])) / 8 if bits else 4

@@ -1,9 +1,9 @@
 """A program whose annotations name dims in place of mesh axes, for many plans.
 
-It is traced once, over a mesh that has an axis of two devices for each name of a dim. To
-complete it for a plan, the axes that the plan gives each name are written in place of
-the name, into a copy; Shardy's propagation and its pass for explicit collectives then
-take some hundredths of a second.
+It is traced once, over a mesh that has an axis of two devices for each name of a dim.
+To complete it for a plan, the axes that the plan gives each name are written in place
+of the name, into a copy; Shardy's propagation and its pass for explicit collectives
+then take some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.stablehlo.constraints import SHARDING_ATTRIBUTE
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.stable_hlo import walk
+from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.compiler.stablehlo.written import write_borders, write_for
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -32,6 +32,11 @@ _PASSES = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},"
     "sdy-reshard-to-collectives))"
 )
+# The first of them alone, with names in the place of axes.
+_NAMING = (
+    "builtin.module(inline,symbol-dce,sdy-import-pipeline,sdy-user-priority-propagate,"
+    "func.func(sdy-sink-data-flow-edges),sdy-close-shardings)"
+)
 _DIM = re.compile(r"\{([^{}]*)\}")
 _NAME = re.compile(r'"([^"]+)"')
 _CONSTRAINT = "sdy.sharding_constraint"
@@ -39,6 +44,14 @@ _MANUAL = "sdy.manual_computation"
 
 NamedDims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the names that it is annotated with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTensor:
+    """The names of a tensor's dims, and their sizes."""
+
+    dims: NamedDims
+    shape: tuple[int, ...]
 
 
 class ClashError(ValueError):
@@ -75,8 +88,8 @@ class NamedModule:
         changed in place.
       in_shardings: for each argument its sharding over that mesh; None: left open.
       out_shardings: the same for the results.
-      first: of several names whose axes clash in an annotation the one that keeps
-        them; the others go without.
+      yields: by name, another one that keeps an axis which both are given in the same
+        tensor; the first then goes without.
 
     Attributes:
       tensors: the annotations that the program has, each once.
@@ -92,9 +105,9 @@ class NamedModule:
         in_shardings: Sequence[Sharding | None],
         out_shardings: Sequence[Sharding | None],
         *,
-        first: frozenset[str] = frozenset(),
+        yields: Mapping[str, str] | None = None,
     ):
-        self._module, self._first = module, first
+        self._module, self._yields = module, yields or {}
         with module.opened():
             operation = module.write()
             write_for(module.blame, operation, module.mesh, Partitioner.SHARDY)
@@ -112,13 +125,21 @@ class NamedModule:
                 for op in walk(operation)
                 if op.name == _CONSTRAINT
             ]
-            self._borders = [
-                (name, list(self._of_border(name))) for name in ("arg_attrs", "res_attrs")
-            ]
-        written = [annotation for _, annotation in self._constraints]
-        for _, border in self._borders:
-            written += [annotation for _, annotation in border if annotation]
-        self.tensors = tuple(dict.fromkeys(annotation.dims for annotation in written))
+            kinds = ("arg_attrs", "res_attrs")
+            self._borders = [(kind, list(self._of_border(kind))) for kind in kinds]
+            self.tensors = tuple(dict.fromkeys(self._tensors()))
+
+    def _tensors(self) -> Iterator[NamedTensor]:
+        for op, written in self._constraints:
+            yield NamedTensor(written.dims, shape_of(op.operands[0]))
+        function = ir.TypeAttr(self._main.attributes["function_type"]).value
+        types = ir.FunctionType(function)
+        both = (types.inputs, types.results)
+        for (_, border), kinds in zip(self._borders, both, strict=True):
+            for (_, written), type_ in zip(border, kinds, strict=True):
+                if written is not None:
+                    shape = tuple(ir.RankedTensorType(type_).shape)
+                    yield NamedTensor(written.dims, shape)
 
     def _of_border(self, name: str) -> Iterator[tuple[dict, _Written | None]]:
         for attributes in ir.ArrayAttr(self._main.attributes[name]):
@@ -136,20 +157,20 @@ class NamedModule:
         Raises:
           ClashError: two names of the tensor have an axis in common.
         """
-        used = {a for names in dims for n in names if n in self._first for a in axes[n]}
-        split: list[tuple[str, ...]] = []
-        for names in dims:
-            mine: list[str] = []
-            for name in names:
-                given = axes.get(name, ())
-                if self._first and name not in self._first:
-                    given = [axis for axis in given if axis not in used]
-                mine += given
-            split.append(tuple(mine))
+        present = {name for names in dims for name in names}
+        split = [
+            tuple(axis for name in names for axis in self._kept(name, present, axes))
+            for names in dims
+        ]
         flat = [axis for axes_of in split for axis in axes_of]
         if len(set(flat)) < len(flat):
             raise ClashError(dims)
         return tuple(split)
+
+    def _kept(self, name: str, present: set[str], axes) -> list[str]:
+        to = self._yields.get(name)
+        taken = axes.get(to, ()) if to in present else ()
+        return [axis for axis in axes.get(name, ()) if axis not in taken]
 
     def complete(
         self, mesh: DeviceMesh, axes: Mapping[str, Sequence[str]]
@@ -164,6 +185,13 @@ class NamedModule:
           ClashError: see `split`.
           MLIRError: Shardy cannot complete it.
         """
+        self._write(mesh, axes)
+        copy = self._module.operation.clone()
+        self._passes.run(copy)
+        return copy
+
+    def _write(self, mesh: DeviceMesh, axes: Mapping[str, Sequence[str]]) -> None:
+        """Writes the plan's axes in the place of names."""
         known: dict[_Written, ir.Attribute] = {}
 
         def attribute(written: _Written) -> ir.Attribute:
@@ -181,8 +209,13 @@ class NamedModule:
             self._main.attributes[name] = ir.ArrayAttr.get(
                 [*map(ir.DictAttr.get, attributes)]
             )
+
+    def named(self) -> ir.Operation:
+        """The program as Shardy completes it with names, as if all were axes."""
+        axes = {name: (name,) for name in self._module.mesh.axis_names}
+        self._write(self._module.mesh, axes)
         copy = self._module.operation.clone()
-        self._passes.run(copy)
+        PassManager.parse(_NAMING).run(copy)
         return copy
 
     def opened(self):
