@@ -93,6 +93,7 @@ class NamedModule:
 
     Attributes:
       tensors: the annotations that the program has, each once.
+      yields: see above.
 
     Raises:
       LoweringError: an annotation cannot be honoured.
@@ -107,7 +108,8 @@ class NamedModule:
         *,
         yields: Mapping[str, str] | None = None,
     ):
-        self._module, self._yields = module, yields or {}
+        self._module = module
+        self.yields: Mapping[str, str] = yields or {}
         with module.opened():
             operation = module.write()
             write_for(module.blame, operation, module.mesh, Partitioner.SHARDY)
@@ -168,7 +170,7 @@ class NamedModule:
         return tuple(split)
 
     def _kept(self, name: str, present: set[str], axes) -> list[str]:
-        to = self._yields.get(name)
+        to = self.yields.get(name)
         taken = axes.get(to, ()) if to in present else ()
         return [axis for axis in axes.get(name, ()) if axis not in taken]
 

@@ -1,0 +1,334 @@
+"""Looking for plans: many by bounds, the promising ones by propagation.
+
+Two searches take turns. On each mesh a crowd of plans, by rough costs, changes one name
+at a time to the best of its choices. What is best there, on all meshes, waits to be
+propagated; and whatever propagation finds fast has all its neighbours wait, at its own
+cost and the rough difference. What seems fastest is propagated next, so that the search
+can end at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.stablehlo.shardy.named_module import ClashError
+from meshwright.framework.devices.device_order import device_order
+from meshwright.framework.devices.topology import Topology
+from meshwright.trainers.planning.search.found.named_step import NamedStep
+from meshwright.trainers.planning.search.found.propagated import (
+    AXES,
+    Priced,
+    propagated,
+)
+from meshwright.trainers.planning.search.found.rough_plans import RoughPlans
+
+_CROWD = 48
+_SWEEPS = 6
+_KEPT = 12
+# Neighbours wait for the plans that are among so many of the fastest.
+_BEAM = 12
+# What propagation counts is some 10% off the compiler's memory.
+_SLACK = 1.1
+# A clash, or a device's memory once too much, is worse than any time.
+_CLASH, _TOO_LARGE = 1e9, 1e6
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Point:
+    """A plan in the space.
+
+    Args:
+      step: which of the steps it is for.
+      shape: the mesh's shape, largest axis first.
+      masks: for each name the axes that split it; see `rough_plans`.
+    """
+
+    step: int
+    shape: tuple[int, ...]
+    masks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan that was propagated.
+
+    Args:
+      point: the plan.
+      priced: its cost.
+    """
+
+    point: Point
+    priced: Priced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a search is.
+
+    Args:
+      considered: plans whose bounds are known.
+      propagated: plans that were completed.
+      best: seconds of the fastest that fits; None if none does.
+      floor: seconds that no plan of the space takes less than.
+    """
+
+    considered: int
+    propagated: int
+    best: float | None
+    floor: float
+
+
+class Finder:
+    """Searches the plans of some steps, which differ in all but the plan.
+
+    Args:
+      steps: the steps, of the same names.
+      weights: for each step by what its seconds are divided to compare them, such as
+        its batch.
+      torus: the topology.
+      most_axes: mesh axes at most.
+      known: costs of an earlier search by point, to which those of this one are added;
+        None for what cannot be completed.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[NamedStep],
+        weights: Sequence[float],
+        torus: Topology,
+        *,
+        most_axes: int = 2,
+        known: dict[Point, Priced | None] | None = None,
+    ):
+        self.steps, self.weights, self.torus = steps, weights, torus
+        self.shapes = mesh_shapes(torus, most_axes)
+        self.known = {} if known is None else known
+        self.found: list[Found] = []
+        self.considered = 0
+        self._limit = torus.kind.memory
+        self._rough: dict[tuple[int, tuple[int, ...]], RoughPlans] = {}
+        self._waiting: list[tuple[float, Point]] = []
+        self._seen: set[Point] = set()
+
+    @property
+    def progress(self) -> Progress:
+        best = self.best()
+        floors = [
+            rough.floor / self.weights[step] for (step, _), rough in self._rough.items()
+        ]
+        return Progress(
+            considered=self.considered,
+            propagated=len(self.found),
+            best=None if best is None else self.cost(best),
+            floor=min(floors, default=0.0),
+        )
+
+    def rough(self, step: int, shape: tuple[int, ...]) -> RoughPlans:
+        """Bounds of a step's plans on a mesh."""
+        key = step, shape
+        if key not in self._rough:
+            self._rough[key] = RoughPlans(self.steps[step], shape, self.torus)
+        return self._rough[key]
+
+    def cost(self, found: Found) -> float:
+        """What plans are compared by."""
+        return found.priced.seconds / self.weights[found.point.step]
+
+    def rank(self, found: Found) -> tuple[bool, float]:
+        """Smaller is better: what fits, then the fastest."""
+        return found.priced.memory > _SLACK * self._limit, self.cost(found)
+
+    def best(self) -> Found | None:
+        """The fastest that seems to fit."""
+        fits = [found for found in self.found if not self.rank(found)[0]]
+        return min(fits, key=self.cost, default=None)
+
+    def ranked(self) -> list[Found]:
+        """All that was propagated, the best first; of equal programs the plainest."""
+        plain = sorted(self.found, key=lambda f: sum(map(bool, f.point.masks)))
+        by_cost: dict[tuple, Found] = {}
+        for found in plain:
+            priced = found.priced
+            key = found.point.step, f"{priced.seconds:.9e}", f"{priced.memory:.9e}"
+            by_cost.setdefault(key, found)
+        return sorted(by_cost.values(), key=self.rank)
+
+    def run(
+        self,
+        starts: Sequence[Point],
+        *,
+        most: int,
+        tell: Callable[[Progress], None] = lambda progress: None,
+        until: float = float("inf"),
+    ) -> None:
+        """Searches.
+
+        Args:
+          starts: plans to begin with.
+          most: how many are propagated at most.
+          tell: told of the progress now and then.
+          until: when to end, by `time.monotonic`.
+        """
+        for start in starts:
+            self._wait(start, -1.0)
+        for step, shape in itertools.product(range(len(self.steps)), self.shapes):
+            if time.monotonic() > until:
+                break
+            self._crowd(step, shape)
+            tell(self.progress)
+        while self._waiting and len(self.found) < most and time.monotonic() < until:
+            _, point = heapq.heappop(self._waiting)
+            found = self._propagate(point)
+            if found is not None and self._is_good(found):
+                self._wait_around(found)
+            tell(self.progress)
+
+    def _is_good(self, found: Found) -> bool:
+        if len(self.found) <= _BEAM:
+            return True
+        ranks = heapq.nsmallest(_BEAM, map(self.rank, self.found))
+        return self.rank(found) <= ranks[-1]
+
+    def _wait(self, point: Point, cost: float) -> None:
+        if point not in self._seen:
+            self._seen.add(point)
+            heapq.heappush(self._waiting, (cost, point))
+
+    def _propagate(self, point: Point) -> Found | None:
+        if point not in self.known:
+            step = self.steps[point.step]
+            try:
+                self.known[point] = propagated(
+                    step, point.shape, point.masks, self.torus
+                )
+            except (ClashError, ir.MLIRError):
+                self.known[point] = None
+        priced = self.known[point]
+        if priced is None:
+            return None
+        found = Found(point=point, priced=priced)
+        self.found.append(found)
+        return found
+
+    def score(self, rough: RoughPlans, step: int, masks: np.ndarray) -> np.ndarray:
+        """Rough costs of plans, [plans]; those that are none, or do not fit, come last."""
+        self.considered += len(masks)
+        bounds = rough.evaluate(masks)
+        excess = np.maximum(bounds.memory / self._limit - 1, 0)
+        cost = bounds.seconds / self.weights[step]
+        return cost + _CLASH * bounds.clashes + _TOO_LARGE * excess
+
+    def _crowd(self, step: int, shape: tuple[int, ...]) -> None:
+        """Improves a crowd of plans on a mesh by rough costs; the best then wait."""
+        rough = self.rough(step, shape)
+        random = np.random.default_rng([step, *shape])
+        crowd = np.stack(
+            [random.choice(allowed, _CROWD) for allowed in rough.allowed], axis=1
+        )
+        crowd *= random.random(crowd.shape) < 0.5
+        for _ in range(_SWEEPS):
+            before = crowd.copy()
+            for name in random.permutation(len(rough.allowed)):
+                crowd = self._improved(rough, step, crowd, name)
+            if (crowd == before).all():
+                break
+        crowd = np.unique(crowd, axis=0)
+        scores = self.score(rough, step, crowd)
+        for i in np.argsort(scores)[:_KEPT]:
+            if scores[i] < _TOO_LARGE:
+                self._wait(Point(step, shape, tuple(map(int, crowd[i]))), scores[i])
+
+    def _improved(self, rough, step: int, crowd: np.ndarray, name: int) -> np.ndarray:
+        """Each of a crowd with the best choice for a name."""
+        choices = rough.allowed[name]
+        if len(choices) == 1:
+            return crowd
+        tried = np.repeat(crowd[None], len(choices), axis=0)
+        tried[:, :, name] = np.array(choices)[:, None]
+        scores = self.score(rough, step, tried.reshape(-1, crowd.shape[1]))
+        best = scores.reshape(len(choices), -1).argmin(axis=0)
+        return tried[best, np.arange(len(crowd))]
+
+    def _wait_around(self, found: Found) -> None:
+        """Has the neighbours of a plan wait: another choice for a name or two; the
+        same for another step."""
+        point = found.point
+        rough = self.rough(point.step, point.shape)
+        masks = np.array([point.masks, *_neighbours(point.masks, rough.allowed)])
+        scores = self.score(rough, point.step, masks)
+        # What propagation says more than the rough cost is taken to be the same there.
+        more = self.cost(found) - scores[0] % _TOO_LARGE
+        if scores[0] >= _TOO_LARGE:
+            more = 0.0
+        for row, score in zip(masks[1:], scores[1:], strict=True):
+            if score < _TOO_LARGE:
+                self._wait(
+                    dataclasses.replace(point, masks=tuple(map(int, row))),
+                    score + more,
+                )
+        for step in range(len(self.steps)):
+            if step != point.step:
+                other = self.rough(step, point.shape)
+                score = self.score(other, step, masks[:1])[0]
+                if score < _TOO_LARGE:
+                    self._wait(dataclasses.replace(point, step=step), score + more)
+
+
+def _neighbours(masks: Sequence[int], allowed: Sequence[Sequence[int]]):
+    """Plans with another choice for one name, or with the choices of two exchanged."""
+    for name, choices in enumerate(allowed):
+        for choice in choices:
+            if choice != masks[name]:
+                yield (*masks[:name], choice, *masks[name + 1 :])
+    for first, second in itertools.combinations(range(len(masks)), 2):
+        one, other = masks[first], masks[second]
+        if one != other and other in allowed[first] and one in allowed[second]:
+            changed = list(masks)
+            changed[first], changed[second] = other, one
+            yield tuple(changed)
+
+
+def mesh_shapes(torus: Topology, most_axes: int) -> list[tuple[int, ...]]:
+    """Mesh shapes that can be laid onto a topology, largest axis first.
+
+    Axes' names mean nothing, so their order is no other mesh.
+    """
+    shapes = []
+    for count in range(1, min(most_axes, len(AXES)) + 1):
+        for shape in _descending(torus.size, count, torus.size):
+            try:
+                device_order(shape, torus)
+            except ValueError:
+                continue
+            shapes.append(shape)
+    return shapes
+
+
+def _descending(number: int, count: int, most: int) -> list[tuple[int, ...]]:
+    if count == 1:
+        return [(number,)] if 1 < number <= most else []
+    return [
+        (first, *rest)
+        for first in range(min(number, most), 1, -1)
+        if number % first == 0
+        for rest in _descending(number // first, count - 1, first)
+    ]
+
+
+def tables_of(
+    point: Point, steps: Sequence[NamedStep]
+) -> Mapping[str, dict[str, tuple[str, ...]]]:
+    """The tables of a plan, without names that nothing splits."""
+    tables: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, mask in zip(steps[point.step].names, point.masks, strict=True):
+        axes = tuple(a for i, a in enumerate(AXES) if mask >> i & 1)
+        if axes:
+            tables.setdefault(name.table, {})[name.dim] = axes
+    return tables
