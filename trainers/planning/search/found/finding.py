@@ -13,7 +13,7 @@ import dataclasses
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -29,9 +29,11 @@ from meshwright.trainers.planning.search.found.propagated import (
 )
 from meshwright.trainers.planning.search.found.rough_plans import RoughPlans
 
-_CROWD = 48
-_SWEEPS = 6
+_CROWD = 64
+_SWEEPS = 4
 _KEPT = 12
+_NEIGHBOURS = 60
+_MINOR = 0.02
 # Neighbours wait for the plans that are among so many of the fastest.
 _BEAM = 12
 # What propagation counts is some 10% off the compiler's memory.
@@ -114,6 +116,7 @@ class Finder:
         self.considered = 0
         self._limit = torus.kind.memory
         self._rough: dict[tuple[int, tuple[int, ...]], RoughPlans] = {}
+        self._crowds: dict[tuple[int, ...], np.ndarray] = {}
         self._waiting: list[tuple[float, Point]] = []
         self._seen: set[Point] = set()
 
@@ -218,7 +221,7 @@ class Finder:
         return found
 
     def score(self, rough: RoughPlans, step: int, masks: np.ndarray) -> np.ndarray:
-        """Rough costs of plans, [plans]; those that are none, or do not fit, come last."""
+        """Rough costs of plans, [plans]; what is none, or does not fit, comes last."""
         self.considered += len(masks)
         bounds = rough.evaluate(masks)
         excess = np.maximum(bounds.memory / self._limit - 1, 0)
@@ -229,70 +232,76 @@ class Finder:
         """Improves a crowd of plans on a mesh by rough costs; the best then wait."""
         rough = self.rough(step, shape)
         random = np.random.default_rng([step, *shape])
-        crowd = np.stack(
-            [random.choice(allowed, _CROWD) for allowed in rough.allowed], axis=1
-        )
-        crowd *= random.random(crowd.shape) < 0.5
-        for _ in range(_SWEEPS):
+        if shape in self._crowds:  # Of another step.
+            crowd, sweeps = self._crowds[shape], 1
+        else:
+            columns = [random.choice(allowed, _CROWD) for allowed in rough.allowed]
+            crowd, sweeps = np.stack(columns, axis=1), _SWEEPS
+            crowd = crowd * (random.random(crowd.shape) < random.random((_CROWD, 1)))
+        groups = [(name,) for name in range(len(rough.allowed))] + rough.clashing
+        for _ in range(sweeps):
             before = crowd.copy()
-            for name in random.permutation(len(rough.allowed)):
-                crowd = self._improved(rough, step, crowd, name)
+            for number in random.permutation(len(groups)):
+                crowd = self._improved(rough, step, crowd, groups[number])
             if (crowd == before).all():
                 break
         crowd = np.unique(crowd, axis=0)
+        self._crowds.setdefault(shape, crowd)
         scores = self.score(rough, step, crowd)
-        for i in np.argsort(scores)[:_KEPT]:
+        for i in np.argsort(scores, kind="stable")[:_KEPT]:
             if scores[i] < _TOO_LARGE:
                 self._wait(Point(step, shape, tuple(map(int, crowd[i]))), scores[i])
 
-    def _improved(self, rough, step: int, crowd: np.ndarray, name: int) -> np.ndarray:
-        """Each of a crowd with the best choice for a name."""
-        choices = rough.allowed[name]
+    def _improved(self, rough, step: int, crowd: np.ndarray, names) -> np.ndarray:
+        """Each of a crowd with the best choice for a name, or for two."""
+        choices = list(itertools.product(*(rough.allowed[name] for name in names)))
         if len(choices) == 1:
             return crowd
         tried = np.repeat(crowd[None], len(choices), axis=0)
-        tried[:, :, name] = np.array(choices)[:, None]
+        tried[:, :, list(names)] = np.array(choices)[:, None]
         scores = self.score(rough, step, tried.reshape(-1, crowd.shape[1]))
-        best = scores.reshape(len(choices), -1).argmin(axis=0)
+        # In doubt as it is.
+        scores = scores.reshape(len(choices), -1)
+        same = (tried == crowd).all(axis=2)
+        best = np.where(same, scores * (1 - 1e-9), scores).argmin(axis=0)
         return tried[best, np.arange(len(crowd))]
 
     def _wait_around(self, found: Found) -> None:
-        """Has the neighbours of a plan wait: another choice for a name or two; the
-        same for another step."""
+        """Has the neighbours of a plan wait.
+
+        They are its best by rough cost with another choice for a name or for two that
+        clash, those with another choice for a name that products lack, and the same
+        plan for another step.
+        """
         point = found.point
         rough = self.rough(point.step, point.shape)
-        masks = np.array([point.masks, *_neighbours(point.masks, rough.allowed)])
+        masks = np.array([point.masks, *_neighbours(point.masks, rough)])
         scores = self.score(rough, point.step, masks)
         # What propagation says more than the rough cost is taken to be the same there.
-        more = self.cost(found) - scores[0] % _TOO_LARGE
-        if scores[0] >= _TOO_LARGE:
-            more = 0.0
-        for row, score in zip(masks[1:], scores[1:], strict=True):
-            if score < _TOO_LARGE:
-                self._wait(
-                    dataclasses.replace(point, masks=tuple(map(int, row))),
-                    score + more,
-                )
+        own = scores[0] if scores[0] < _TOO_LARGE else self.cost(found)
+        more = self.cost(found) - own
+        for i in np.argsort(scores[1:], kind="stable")[:_NEIGHBOURS] + 1:
+            if scores[i] < _TOO_LARGE:
+                # What makes no difference to products waits for what does.
+                minor = _MINOR * self.cost(found) * (scores[i] == scores[0])
+                other = dataclasses.replace(point, masks=tuple(map(int, masks[i])))
+                self._wait(other, scores[i] + more + minor)
         for step in range(len(self.steps)):
             if step != point.step:
-                other = self.rough(step, point.shape)
-                score = self.score(other, step, masks[:1])[0]
+                score = self.score(self.rough(step, point.shape), step, masks[:1])[0]
                 if score < _TOO_LARGE:
                     self._wait(dataclasses.replace(point, step=step), score + more)
 
 
-def _neighbours(masks: Sequence[int], allowed: Sequence[Sequence[int]]):
-    """Plans with another choice for one name, or with the choices of two exchanged."""
-    for name, choices in enumerate(allowed):
-        for choice in choices:
-            if choice != masks[name]:
-                yield (*masks[:name], choice, *masks[name + 1 :])
-    for first, second in itertools.combinations(range(len(masks)), 2):
-        one, other = masks[first], masks[second]
-        if one != other and other in allowed[first] and one in allowed[second]:
+def _neighbours(masks: Sequence[int], rough: RoughPlans) -> Iterator[tuple[int, ...]]:
+    """Plans with another choice for a name, or for two that clash."""
+    for names in [*((name,) for name in range(len(masks))), *rough.clashing]:
+        for choice in itertools.product(*(rough.allowed[name] for name in names)):
             changed = list(masks)
-            changed[first], changed[second] = other, one
-            yield tuple(changed)
+            for name, mask in zip(names, choice, strict=True):
+                changed[name] = mask
+            if all(changed[name] != masks[name] for name in names):
+                yield tuple(changed)
 
 
 def mesh_shapes(torus: Topology, most_axes: int) -> list[tuple[int, ...]]:

@@ -29,7 +29,7 @@ Masks = np.ndarray
 """int [plans, names]."""
 
 # Bytes that elementwise ops move for each element that a product gives.
-_ELEMENTWISE = 12
+_ELEMENTWISE = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,11 @@ class RoughPlans:
       step: the step.
       shape: the mesh's shape.
       torus: the topology.
+
+    Attributes:
+      clashing: pairs of names, by number, that some tensor has both.
+      allowed: for each name the masks whose devices divide all dims of that name.
+      floor: seconds that products take at the peak, if all devices share them.
     """
 
     def __init__(self, step: NamedStep, shape: tuple[int, ...], torus: Topology):
@@ -68,7 +73,7 @@ class RoughPlans:
         ]
         self._devices = math.prod(shape)
         self._numbers = {f"n{i}": i for i in range(len(step.names))}
-        self._clashing = self._pairs()
+        self.clashing = self._pairs()
         self.allowed = self._allowed()
         self.floor = sum(
             2 * math.prod(dim.size for dim in product.dims) * product.count
@@ -104,7 +109,7 @@ class RoughPlans:
         """Bounds and rough costs of plans."""
         by_name = masks.T
         clashes = np.zeros(len(masks), int)
-        for first, second in self._clashing:
+        for first, second in self.clashing:
             clashes += (by_name[first] & by_name[second]) != 0
         memory = np.zeros(len(masks))
         for held in self.step.held:
