@@ -69,6 +69,7 @@ def run(tmp_path, *params, **more):
             "topology": "v3:2x2",
             "search_plans": "plans/finalized.gin",
             "search_jobs": "1",
+            "search_propagated": "0",
             "search_output": str(tmp_path / "made" / "winner.gin"),
             "cache_dir": str(tmp_path / "cache"),
             **more,
@@ -185,7 +186,11 @@ def test_commands_of_the_docs_search(line, tmp_path, compiler, monkeypatch):
     more |= {
         name: more[name].split(",")[0] for name in ("search_plans", "search_batch")
     }
-    more |= {"search_budget": "1", "cache_dir": str(tmp_path / "cache")}
+    more |= {
+        "search_budget": "1",
+        "search_propagated": "0",
+        "cache_dir": str(tmp_path / "cache"),
+    }
     with flagsaver.as_parsed(gin_file=files, gin_param=[], **more):
         assert plan.main(["meshwright-plan"]) is None
     assert built(["winner.gin"], [])

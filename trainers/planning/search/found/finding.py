@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -34,6 +35,8 @@ _SWEEPS = 4
 _KEPT = 12
 _NEIGHBOURS = 60
 _MINOR = 0.02
+# Plans whose costs differ by less are compiled once.
+_NEAR = 0.004
 # Neighbours wait for the plans that are among so many of the fastest.
 _BEAM = 12
 # What propagation counts is some 10% off the compiler's memory.
@@ -188,9 +191,11 @@ class Finder:
             tell(self.progress)
         while self._waiting and len(self.found) < most and time.monotonic() < until:
             _, point = heapq.heappop(self._waiting)
-            found = self._propagate(point)
-            if found is not None and self._is_good(found):
-                self._wait_around(found)
+            found = self.look_up(point)
+            if found is not None:
+                self.found.append(found)
+                if self._is_good(found):
+                    self._wait_around(found)
             tell(self.progress)
 
     def _is_good(self, found: Found) -> bool:
@@ -204,7 +209,8 @@ class Finder:
             self._seen.add(point)
             heapq.heappush(self._waiting, (cost, point))
 
-    def _propagate(self, point: Point) -> Found | None:
+    def look_up(self, point: Point) -> Found | None:
+        """A plan with its cost; None if it cannot be completed."""
         if point not in self.known:
             step = self.steps[point.step]
             try:
@@ -214,11 +220,7 @@ class Finder:
             except (ClashError, ir.MLIRError):
                 self.known[point] = None
         priced = self.known[point]
-        if priced is None:
-            return None
-        found = Found(point=point, priced=priced)
-        self.found.append(found)
-        return found
+        return priced and Found(point=point, priced=priced)
 
     def score(self, rough: RoughPlans, step: int, masks: np.ndarray) -> np.ndarray:
         """Rough costs of plans, [plans]; what is none, or does not fit, comes last."""
@@ -331,13 +333,30 @@ def _descending(number: int, count: int, most: int) -> list[tuple[int, ...]]:
     ]
 
 
-def tables_of(
-    point: Point, steps: Sequence[NamedStep]
-) -> Mapping[str, dict[str, tuple[str, ...]]]:
-    """The tables of a plan, without names that nothing splits."""
-    tables: dict[str, dict[str, tuple[str, ...]]] = {}
-    for name, mask in zip(steps[point.step].names, point.masks, strict=True):
-        axes = tuple(a for i, a in enumerate(AXES) if mask >> i & 1)
-        if axes:
-            tables.setdefault(name.table, {})[name.dim] = axes
-    return tables
+def plainest(finder: Finder, found: Found) -> Found:
+    """The same program by a plan without the names that do not matter to it."""
+    for number, mask in enumerate(found.point.masks):
+        if mask:
+            masks = list(found.point.masks)
+            masks[number] = 0
+            other = finder.look_up(dataclasses.replace(found.point, masks=tuple(masks)))
+            if other is not None and other.priced.same(found.priced):
+                found = other
+    return found
+
+
+def distinct(ranked: Sequence[Found], cost: Callable[[Found], float]) -> list[Found]:
+    """Of plans that hardly differ in cost, on a mesh and for a step, the best alone."""
+    kept: dict[tuple, list[Found]] = {}
+    for found in ranked:
+        like = kept.setdefault((found.point.step, found.point.shape), [])
+        if not any(_is_near(found, other, cost) for other in like):
+            like.append(found)
+    of_kept = {id(found) for like in kept.values() for found in like}
+    return [found for found in ranked if id(found) in of_kept]
+
+
+def _is_near(one: Found, other: Found, cost: Callable[[Found], float]) -> bool:
+    return math.isclose(cost(one), cost(other), rel_tol=_NEAR) and math.isclose(
+        one.priced.memory, other.priced.memory, rel_tol=_NEAR
+    )
