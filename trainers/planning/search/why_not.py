@@ -18,7 +18,7 @@ from meshwright.trainers.planning.search.search_space import Candidate
 def why_not(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     """A line for each plan of the space but the winner, at its best mesh.
 
-    It is slower by so much, as fast as the winner, too large by so much, or not allowed.
+    It is slower by so much, as fast, too large by so much, or not allowed.
     """
     winner = outcome.ranked[0]
     for plan in space.plans:
