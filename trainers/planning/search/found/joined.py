@@ -36,7 +36,7 @@ SLOWER = "slower by propagation than the fastest by more than its error"
 # How far the second sieve's times lie from the compiler's, see docs/planning.md.
 MARGIN = 0.15
 # More plans than are ever compiled, as some will be refused.
-_KEPT = 64
+_KEPT = 24
 
 Known = dict[Point, Priced | None]
 

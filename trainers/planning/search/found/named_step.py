@@ -144,7 +144,7 @@ def named_step(experiment: Experiment, names: Sequence[DimName]) -> NamedStep:
         products = tuple(named_products(named.named()))
     return NamedStep(
         names=tuple(names),
-        sizes=_sizes(named),
+        sizes=sizes_of(named),
         module=named,
         products=products,
         held=tuple(_held(programs)),
@@ -155,7 +155,7 @@ def _stacked(sharding: Sharding) -> Sharding:
     return Sharding(sharding.mesh, ((), *sharding.dims))
 
 
-def _sizes(module: NamedModule) -> dict[str, frozenset[int]]:
+def sizes_of(module: NamedModule) -> dict[str, frozenset[int]]:
     sizes: dict[str, set[int]] = {}
     for tensor in module.tensors:
         for names, size in zip(tensor.dims, tensor.shape, strict=True):
