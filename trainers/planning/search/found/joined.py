@@ -24,7 +24,9 @@ from meshwright.trainers.planning.search.search_screen import (
     promise,
 )
 from meshwright.trainers.planning.search.search_space import (
+    AS_CONFIGURED,
     Candidate,
+    NamedPlan,
     built,
     microbatch_counts,
     policies,
@@ -88,10 +90,12 @@ def _key(space: SearchSpace) -> dict[str, str]:
 
 def _choices(space: SearchSpace) -> list[Candidate]:
     """A candidate for each of what may be recomputed, batches and microbatches."""
+    plan = space.experiment.plan
+    configured = NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=plan)
     return [
         Candidate(
-            mesh=tuple(space.experiment.plan.mesh_shape),
-            plan=space.plans[0],
+            mesh=tuple(plan.mesh_shape),
+            plan=configured,
             policy=policy,
             batch=batch,
             microbatches=count,
