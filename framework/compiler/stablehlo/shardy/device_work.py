@@ -37,7 +37,7 @@ _COLLECTIVES = {
 _SLICE = "sdy.all_slice"
 DOTS = ("stablehlo.dot_general", "stablehlo.dot")
 _CONVOLUTION = "stablehlo.convolution"
-# XLA for TPU v3 fuses an all-reduce with a slice of more columns: seen in Tables 2 and 3.
+# XLA for TPU v3 fuses an all-reduce with a slice of more columns (Tables 2 and 3).
 _COLUMNS = 128
 # Their operands or results are arrays in memory, whatever XLA fuses.
 _MOVES = (
