@@ -94,7 +94,7 @@ def test_what_is_configured_comes_first(small):
     configured = promising(small, policy=ALL, seconds=99.0)
     other = promising(small, mesh=(4, 2), seconds=1.0)
     assert configured.configured and not other.configured
-    assert sorted([other, configured], key=search._promise) == [configured, other]
+    assert sorted([other, configured], key=search_screen.promise) == [configured, other]
 
 
 @pytest.mark.parametrize(

@@ -347,13 +347,17 @@ def plainest(finder: Finder, found: Found) -> Found:
 
 def distinct(ranked: Sequence[Found], cost: Callable[[Found], float]) -> list[Found]:
     """Of plans that hardly differ in cost, on a mesh and for a step, the best alone."""
-    kept: dict[tuple, list[Found]] = {}
+    kept: list[Found] = []
     for found in ranked:
-        like = kept.setdefault((found.point.step, found.point.shape), [])
+        point = found.point
+        like = (
+            other
+            for other in kept
+            if (other.point.step, other.point.shape) == (point.step, point.shape)
+        )
         if not any(_is_near(found, other, cost) for other in like):
-            like.append(found)
-    of_kept = {id(found) for like in kept.values() for found in like}
-    return [found for found in ranked if id(found) in of_kept]
+            kept.append(found)
+    return kept
 
 
 def _is_near(one: Found, other: Found, cost: Callable[[Found], float]) -> bool:
