@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _OpSharding = xla_data_pb2.OpSharding
 _ONE_DEVICE = "{maximal device=0}"
-# Larger meshes than any pod: those of names in place of axes.
+# A list of more devices is not written: meshes of names in place of axes have many.
 _LISTED = 2**12
 _MANUAL, _REPLICATED = "manual", "replicated"
 
@@ -152,7 +152,7 @@ def _all_manual(sharding: Sharding) -> bool:
 
 def to_op_sharding(sharding: Sharding) -> xla_data_pb2.OpSharding:
     """See `Sharding.to_op_sharding`."""
-    if sharding.mesh.size > _LISTED and not sharding.manual:
+    if sharding.mesh.size > _LISTED and _is_plain(sharding):
         return _in_short(sharding)
     tiles = _tiles(sharding)
     if _all_manual(sharding):
@@ -173,17 +173,17 @@ def to_op_sharding(sharding: Sharding) -> xla_data_pb2.OpSharding:
     return proto
 
 
-def _in_short(sharding: Sharding) -> xla_data_pb2.OpSharding:
-    """The tile assignment as a transposed count of devices, without a list of them.
+def _is_plain(sharding: Sharding) -> bool:
+    """Whether it is over entire axes, of devices in their order."""
+    used = {axis for axes in sharding.dims for axis in axes}
+    mesh = sharding.mesh
+    in_order = mesh.device_ids is None and used <= set(mesh.axis_names)
+    return in_order and not sharding.manual
 
-    Raises:
-      ValueError: the mesh orders its devices, or a dim is split by a part of an axis.
-    """
+
+def _in_short(sharding: Sharding) -> xla_data_pb2.OpSharding:
+    """The tile assignment as a transposed count of devices, without a list of them."""
     mesh, used = sharding.mesh, [axis for axes in sharding.dims for axis in axes]
-    if mesh.device_ids is not None or not set(used) <= set(mesh.axis_names):
-        raise ValueError(
-            f"a mesh of {mesh.size} devices keeps them in order, and its axes entire"
-        )
     if not used:
         return _OpSharding(type=_OpSharding.REPLICATED)
     rest = [axis for axis in mesh.axis_names if axis not in used]

@@ -123,6 +123,20 @@ def ctrl_c_interrupts():
 
 @pytest.mark.always
 @pytest.mark.usefixtures("ctrl_c_interrupts")
+@pytest.mark.slow  # The step is traced for each choice of recomputation.
+def test_plans_that_nobody_wrote_are_compiled(tmp_path, compiler, capsys):
+    assert run(tmp_path, search_propagated="20") is None
+    found = [line for line in compiler() if "ShardingPlan.weights" in line]
+    assert found
+    printed = capsys.readouterr().out
+    assert "20 propagated" in printed and "why not finalized: " in printed
+    winner = tmp_path / "made" / "winner.gin"
+    assert built([str(winner)], []).plan.mesh.size == 8
+    kept = [json.loads(p.read_text()) for p in (tmp_path / "cache").iterdir()]
+    (costs,) = (entry for entry in kept if "propagated" in entry["key"])
+    assert len(costs["result"]["plans"]) >= 20
+
+
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch):
     monkeypatch.setenv("STOP", "1")
     assert run(tmp_path) == INTERRUPTED

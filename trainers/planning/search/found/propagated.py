@@ -13,8 +13,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from meshwright.framework.compiler.stablehlo.shardy.device_work import (
     DeviceWork,
     Product,
@@ -147,8 +145,3 @@ def _phases(sent: Sent, mesh: DeviceMesh, network: TorusNetwork) -> list[Phase]:
 @functools.lru_cache(maxsize=256)
 def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     return axis_groups(mesh, axes)
-
-
-def masks_of(options: Sequence[int]) -> np.ndarray:
-    """One plan as an array of plans."""
-    return np.array([options], int)
