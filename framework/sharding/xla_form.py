@@ -246,7 +246,8 @@ def from_op_sharding(
     if proto.iota_reshape_dims:
         short = proto.iota_reshape_dims, proto.iota_transpose_perm
         by_dim = _of_iota(mesh, shape, *short)
-        if by_dim is not None and groups in ((), (_REPLICATED,)):
+        fits = groups in ((), (_REPLICATED,)) and len(shape) == rank + len(groups)
+        if by_dim is not None and fits:
             return _fields(mesh, dims=by_dim[:rank])
         devices = iota(proto.iota_reshape_dims, proto.iota_transpose_perm)
         devices = devices.reshape(shape)
@@ -376,7 +377,8 @@ def from_hlo(mesh: DeviceMesh, text: str, rank: int) -> dict[str, Any]:
     else:
         short = ints(match["iota"]), ints(match["perm"] or "")
         by_dim = _of_iota(mesh, ints(match["tiles"]), *short)
-        if by_dim is not None and not groups:
+        fits = not groups and len(by_dim or ()) == rank + bool(match["last"])
+        if by_dim is not None and fits:
             return _fields(mesh, dims=by_dim[:rank])
         ids = iota(ints(match["iota"]), ints(match["perm"] or ""))
     tiles = _Tiles(
