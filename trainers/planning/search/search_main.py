@@ -13,7 +13,8 @@ from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
-from meshwright.trainers.planning.search import search_text, why_not
+from meshwright.trainers.planning.search import search_text
+from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import NothingFitsError, search
 from meshwright.trainers.planning.search.search_screen import SearchSpace
@@ -89,7 +90,7 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
         )
         raise
     print(search_text.table(space, result))
-    for line in why_not.why_not(space, result):
+    for line in why_not(space, result):
         print(f"why not {line}")
     output.write_text(search_text.winner(space, result))
     print(f"wrote {output}: meshwright-train --gin_file={output}")

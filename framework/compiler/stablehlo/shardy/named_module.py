@@ -185,11 +185,15 @@ class NamedModule:
 
         Raises:
           ClashError: see `split`.
-          MLIRError: Shardy cannot complete it.
+          ValueError: Shardy cannot complete it.
         """
         self._write(mesh, axes)
         copy = self._module.operation.clone()
-        self._passes.run(copy)
+        try:
+            self._passes.run(copy)
+        except ir.MLIRError as e:
+            name = self._module.signature.name
+            raise ValueError(f"{name}: Shardy cannot complete it: {e}") from e
         return copy
 
     def _write(self, mesh: DeviceMesh, axes: Mapping[str, Sequence[str]]) -> None:

@@ -17,9 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.shardy.named_module import ClashError
 from meshwright.framework.devices.device_order import device_order
 from meshwright.framework.devices.topology import Topology
 from meshwright.trainers.planning.search.found.named_step import NamedStep
@@ -217,7 +215,7 @@ class Finder:
                 self.known[point] = propagated(
                     step, point.shape, point.masks, self.torus
                 )
-            except (ClashError, ir.MLIRError):
+            except ValueError:
                 self.known[point] = None
         priced = self.known[point]
         return priced and Found(point=point, priced=priced)

@@ -67,7 +67,7 @@ class NamedStep:
     """A step, for all plans.
 
     Args:
-      names: the names of its dims; by number `n0`, `n1`, ... they are axes of `module`.
+      names: the names of its dims; the axes of `module` are n0, n1, ... for them.
       sizes: for each name the sizes of the dims that have it.
       module: the program.
       products: its products.

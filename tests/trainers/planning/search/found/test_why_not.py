@@ -9,10 +9,10 @@ from meshwright.trainers.planning.search import search_screen, search_text
 from meshwright.trainers.planning.search.found import joined
 from meshwright.trainers.planning.search.found.finding import Point, Progress
 from meshwright.trainers.planning.search.found.propagated import Priced
+from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search_screen import Dropped
 from meshwright.trainers.planning.search.search_space import NamedPlan, built
-from meshwright.trainers.planning.search.why_not import why_not
 from tests.trainers.planning.search.search_cases import candidate, searched, space
 
 GIB = 2**30
