@@ -76,19 +76,7 @@ def run_passes(
       ValueError: `update_sharding` does not fit the program or the mesh.
     """
     with module.opened():
-        # What no partitioner can split is refused.
-        _refuse_unknown_sizes(module)
-        refuse_foreign(module.blame, module.operation)
-        # A single function, without calls, tuples and no-ops.
-        tidy(module.write())
-        # Conversions stand where they let fewer bits be moved.
-        propagate_precision(module.write())
-        # Gradients of weights are a single product, not one for each row of a batch.
-        sum_in_products(module.write())
-        # Sums that types call unreduced are computed in parts up to where they end.
-        carry_partial_sums(module)
-        # State that is left to completion leaves the program as it arrives.
-        settle_state(module, carried)
+        simplify(module, carried)
         # Each device updates a part of the weights (Xu et al. 2020).
         updates = None
         if update_sharding is not None:
@@ -110,6 +98,31 @@ def run_passes(
         # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
         return PassResults(written=module.written(), repairs=repairs, updates=updates)
+
+
+def simplify(module: Module, carried: int = 0) -> None:
+    """The passes that come before any that asks how tensors are split.
+
+    Args:
+      module: the module, opened; changed in place.
+      carried: see `run_passes`.
+
+    Raises:
+      LoweringError: see `run_passes`.
+    """
+    # What no partitioner can split is refused.
+    _refuse_unknown_sizes(module)
+    refuse_foreign(module.blame, module.operation)
+    # A single function, without calls, tuples and no-ops.
+    tidy(module.write())
+    # Conversions stand where they let fewer bits be moved.
+    propagate_precision(module.write())
+    # Gradients of weights are a single product, not one for each row of a batch.
+    sum_in_products(module.write())
+    # Sums that types call unreduced are computed in parts up to where they end.
+    carry_partial_sums(module)
+    # State that is left to completion leaves the program as it arrives.
+    settle_state(module, carried)
 
 
 def _refuse_unknown_sizes(module: Module) -> None:

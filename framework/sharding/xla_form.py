@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _OpSharding = xla_data_pb2.OpSharding
 _ONE_DEVICE = "{maximal device=0}"
+# A list of more devices is not written: meshes of names in place of axes have many.
+_LISTED = 2**12
 _MANUAL, _REPLICATED = "manual", "replicated"
 
 
@@ -65,6 +67,8 @@ def axis_groups(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[tuple[int, ...],
 def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
     """`sharding` with devices numbered by their index in `mesh`, as programs do."""
     devices = sharding.mesh
+    if devices.device_ids is None and mesh.device_ids is None:
+        return sharding
     places = places_in(mesh.ids, devices.ids)
     numbered = DeviceMesh(
         devices.axis_names, devices.shape, tuple(int(p) for p in places.flat)
@@ -148,6 +152,8 @@ def _all_manual(sharding: Sharding) -> bool:
 
 def to_op_sharding(sharding: Sharding) -> xla_data_pb2.OpSharding:
     """See `Sharding.to_op_sharding`."""
+    if sharding.mesh.size > _LISTED and _is_plain(sharding):
+        return _in_short(sharding)
     tiles = _tiles(sharding)
     if _all_manual(sharding):
         return _OpSharding(type=_OpSharding.MANUAL)
@@ -165,6 +171,59 @@ def to_op_sharding(sharding: Sharding) -> xla_data_pb2.OpSharding:
     else:
         proto.replicate_on_last_tile_dim = bool(tiles.groups)
     return proto
+
+
+def _is_plain(sharding: Sharding) -> bool:
+    """Whether it is over entire axes, of devices in their order."""
+    used = {axis for axes in sharding.dims for axis in axes}
+    mesh = sharding.mesh
+    in_order = mesh.device_ids is None and used <= set(mesh.axis_names)
+    return in_order and not sharding.manual
+
+
+def _in_short(sharding: Sharding) -> xla_data_pb2.OpSharding:
+    """The tile assignment as a transposed count of devices, without a list of them."""
+    mesh, used = sharding.mesh, [axis for axes in sharding.dims for axis in axes]
+    if not used:
+        return _OpSharding(type=_OpSharding.REPLICATED)
+    rest = [axis for axis in mesh.axis_names if axis not in used]
+    proto = _OpSharding(type=_OpSharding.OTHER)
+    proto.tile_assignment_dimensions.extend(sharding.splits())
+    proto.replicate_on_last_tile_dim = mesh.axes_size(rest) > 1
+    if proto.replicate_on_last_tile_dim:
+        proto.tile_assignment_dimensions.append(mesh.axes_size(rest))
+    proto.iota_reshape_dims.extend(mesh.shape)
+    proto.iota_transpose_perm.extend(map(mesh.axis_names.index, used + rest))
+    return proto
+
+
+def _of_iota(
+    mesh: DeviceMesh, tiles: Sequence[int], shape: Sequence[int], perm: Sequence[int]
+) -> tuple[tuple[str, ...], ...] | None:
+    """The axes of each dim of a tile assignment that is a transposed count of devices.
+
+    None if these are no axes of the mesh.
+    """
+    digits = list(_digits(mesh)) if mesh.device_ids is None else []
+    counted = _taken(digits, shape)
+    if counted is None:
+        return None
+    ordered = [digit for p in perm or range(len(shape)) for digit in counted[p]]
+    by_dim = _taken(ordered, tiles)
+    return by_dim and tuple(_joined(mesh, part) for part in by_dim)
+
+
+def _taken(digits: list[SubAxis], sizes: Sequence[int]) -> list[list[SubAxis]] | None:
+    """The digits in runs whose products are `sizes`; None if there are no such runs."""
+    left, runs = list(digits), []
+    for size in sizes:
+        run: list[SubAxis] = []
+        while left and math.prod(digit.size for digit in run) < size:
+            run.append(left.pop(0))
+        if math.prod(digit.size for digit in run) != size:
+            return None
+        runs.append(run)
+    return None if left else runs
 
 
 def from_op_sharding(
@@ -185,6 +244,11 @@ def from_op_sharding(
         raise ValueError(f"sharding of kind {kind} {groups} is not supported here")
     shape = list(proto.tile_assignment_dimensions)
     if proto.iota_reshape_dims:
+        short = proto.iota_reshape_dims, proto.iota_transpose_perm
+        by_dim = _of_iota(mesh, shape, *short)
+        fits = groups in ((), (_REPLICATED,)) and len(shape) == rank + len(groups)
+        if by_dim is not None and fits:
+            return _fields(mesh, dims=by_dim[:rank])
         devices = iota(proto.iota_reshape_dims, proto.iota_transpose_perm)
         devices = devices.reshape(shape)
     else:
@@ -311,6 +375,11 @@ def from_hlo(mesh: DeviceMesh, text: str, rank: int) -> dict[str, Any]:
     if match["ids"]:
         ids = np.array(ints(match["ids"]))
     else:
+        short = ints(match["iota"]), ints(match["perm"] or "")
+        by_dim = _of_iota(mesh, ints(match["tiles"]), *short)
+        fits = not groups and len(by_dim or ()) == rank + bool(match["last"])
+        if by_dim is not None and fits:
+            return _fields(mesh, dims=by_dim[:rank])
         ids = iota(ints(match["iota"]), ints(match["perm"] or ""))
     tiles = _Tiles(
         devices=ids.reshape(ints(match["tiles"])),

@@ -7,14 +7,14 @@ from absl import flags
 SEARCH = flags.DEFINE_bool(
     "search",
     False,
-    "Search for the mesh shape, plan, recomputation and microbatches that train "
+    "Search for the plan, mesh shape, recomputation and microbatches that train "
     "fastest on --topology, and write them as a gin file.",
 )
 PLANS = flags.DEFINE_list(
     "search_plans",
     [],
-    "Gin files of the plans to choose from; default: the configured plan and those "
-    "under params/plans that have its mesh axes.",
+    "Gin files of plans to begin with; default: the configured plan and those under "
+    "params/plans that have its mesh axes.",
 )
 BATCH = flags.DEFINE_list(
     "search_batch", [], "Global batches to choose from; default: the configured batch."
@@ -24,6 +24,13 @@ MICROBATCHES = flags.DEFINE_list(
     [],
     "Counts of microbatches for pipelines to choose from; default: the configured "
     "count and powers of two, 1 to 16 a stage.",
+)
+PROPAGATED = flags.DEFINE_integer(
+    "search_propagated",
+    1000,
+    "Plans that no file has to complete with Shardy and to price at most; 0: the plans "
+    "of files alone.",
+    lower_bound=0,
 )
 BUDGET = flags.DEFINE_integer(
     "search_budget", 16, "Candidates to compile at most.", lower_bound=1
@@ -47,6 +54,7 @@ OPTIONS = (
     PLANS,
     BATCH,
     MICROBATCHES,
+    PROPAGATED,
     BUDGET,
     JOBS,
     OUTPUT,

@@ -14,12 +14,10 @@ from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.planning.search import search_text
+from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
-from meshwright.trainers.planning.search.search import (
-    NothingFitsError,
-    SearchSpace,
-    search,
-)
+from meshwright.trainers.planning.search.search import NothingFitsError, search
+from meshwright.trainers.planning.search.search_screen import SearchSpace
 from meshwright.trainers.planning.search.search_space import check_unscoped, named_plans
 from meshwright.trainers.startup import files, plan_flags, search_flags
 
@@ -82,6 +80,7 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
             cache=PlanCache(folder=folder),
             budget=search_flags.BUDGET.value,
             jobs=search_flags.JOBS.value,
+            propagated=search_flags.PROPAGATED.value,
         )
     except KeyboardInterrupt:
         print(
@@ -91,6 +90,8 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
         )
         raise
     print(search_text.table(space, result))
+    for line in why_not(space, result):
+        print(f"why not {line}")
     output.write_text(search_text.winner(space, result))
     print(f"wrote {output}: meshwright-train --gin_file={output}")
 

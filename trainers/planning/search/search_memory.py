@@ -49,7 +49,7 @@ from meshwright.trainers.planning.search.search_space import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Saved:
+class SavedTensors:
     """Tensors that a stack saves, and how the traced plan shards each."""
 
     stack: SavedStack
@@ -114,8 +114,7 @@ class MemoryBound:
 
     def _trace(
         self, plan: _ByName, policy: Policy, batch: int, microbatches: int | None
-    ) -> list[_Saved]:
-        saved: list[SavedStack] = []
+    ) -> list[SavedTensors]:
         candidate = Candidate(
             mesh=_traced_mesh(self.experiment, plan.plan.tables),
             plan=plan.plan,
@@ -123,21 +122,25 @@ class MemoryBound:
             batch=batch,
             microbatches=microbatches,
         )
-        experiment = candidate.of(self.experiment)
-        mesh = experiment.plan.mesh
+        return saved_tensors(candidate.of(self.experiment))
 
-        task = map_stacks(
-            experiment.task, lambda _, stack: _Noting(stack=stack, note=saved.extend)
-        )
-        experiment = dataclasses.replace(experiment, task=task)
-        tf.function(_loss(experiment), autograph=False).get_concrete_function(
-            StepPrograms(experiment).abstract_state().theta,
-            NestedMap(experiment.task.batch_spec(batch)),
-        )
-        return [
-            _Saved(stack=stack, sharding=_sharding(stack.tensor, mesh))
-            for stack in saved
-        ]
+
+def saved_tensors(experiment: Experiment) -> list[SavedTensors]:
+    """What an experiment's stacks save until the backward pass; traces the task."""
+    saved: list[SavedStack] = []
+    task = map_stacks(
+        experiment.task, lambda _, stack: _Noting(stack=stack, note=saved.extend)
+    )
+    experiment = dataclasses.replace(experiment, task=task)
+    tf.function(_loss(experiment), autograph=False).get_concrete_function(
+        StepPrograms(experiment).abstract_state().theta,
+        NestedMap(experiment.task.batch_spec(experiment.global_batch)),
+    )
+    mesh = experiment.plan.mesh
+    return [
+        SavedTensors(stack=stack, sharding=_sharding(stack.tensor, mesh))
+        for stack in saved
+    ]
 
 
 def _traced_mesh(experiment: Experiment, plan: ShardingPlan) -> tuple[int, ...]:

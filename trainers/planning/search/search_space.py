@@ -11,6 +11,7 @@ import itertools
 import math
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ _CLASS = re.compile(r"^(?:[\w.]+[/.])*(\w+)\.\w+\s*=", re.MULTILINE)
 # The bindings of a candidate, for all that is built of these classes.
 _BOUND = re.compile(
     r"^((?:[\w.]+/)+)((?:\w+\.)*(?:"
-    r"ShardingPlan\.(?:mesh_shape|device_ids)|Repeat\.(?:recompute|saved_names)|"
+    r"ShardingPlan\.(?:mesh_shape|mesh_axes|weights|activations|device_ids)|"
+    r"Repeat\.(?:recompute|saved_names)|"
     r"Pipeline\.num_microbatches|Experiment\.global_batch))\s*=",
     re.MULTILINE,
 )
@@ -47,13 +49,19 @@ class NamedPlan:
 
     Args:
       name: of its gin file, without folder and suffix.
-      gin_file: the gin file to include; None for the plan of the user's files.
+      gin_file: the gin file to include; None for the plan of the user's files, which
+        is named `AS_CONFIGURED`, and for plans that a search found.
       tables: the plan.
     """
 
     name: str
     gin_file: str | None
     tables: ShardingPlan
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it is in no file."""
+        return self.gin_file is None and self.name != AS_CONFIGURED
 
     def on(self, mesh: Sequence[int]) -> ShardingPlan:
         """The plan on a mesh of this shape, devices in the trainer's order."""
@@ -99,6 +107,8 @@ class Candidate:
         lines = []
         if self.plan.gin_file is not None:
             lines.append(f"include '{self.plan.gin_file}'")
+        elif self.plan.is_found:
+            lines += _table_lines(self.plan.tables)
         lines.append(f"ShardingPlan.mesh_shape = {self.mesh}")
         if self.plan.tables.device_ids is not None:
             lines.append("ShardingPlan.device_ids = None")
@@ -133,6 +143,24 @@ class Candidate:
         shape = "x".join(map(str, self.mesh))
         micro = "" if self.microbatches is None else f" in {self.microbatches}"
         return f"{shape} {self.plan.name}, recompute {self.policy}, {self.batch}{micro}"
+
+
+def _table_lines(plan: ShardingPlan) -> list[str]:
+    """Bindings of a plan that is in no file."""
+    lines = [f"ShardingPlan.mesh_axes = {plan.mesh_axes}"]
+    for name in ("weights", "activations"):
+        entries = [
+            f"{dim!r}: {(axes[0] if len(axes) == 1 else tuple(axes) or None)!r}"
+            for dim, axes in getattr(plan, name).items()
+        ]
+        text = textwrap.fill(", ".join(entries), 76)
+        lines.append(
+            f"ShardingPlan.{name} = {{\n{textwrap.indent(text, ' ' * 4)}}}"
+            if entries
+            else f"ShardingPlan.{name} = {{}}"
+        )
+    lines.append("ShardingPlan.unreduced_gradient_axes = ()")
+    return lines
 
 
 def built(gin_files: Sequence[str], gin_params: Sequence[str]) -> Experiment:

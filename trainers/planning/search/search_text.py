@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.planning.search import plan_cache
-from meshwright.trainers.planning.search.search import (
-    RankedCandidate,
-    SearchResult,
-    SearchSpace,
-)
+from meshwright.trainers.planning.search.found.found_plans import table_text
+from meshwright.trainers.planning.search.search import RankedCandidate, SearchResult
+from meshwright.trainers.planning.search.search_screen import SearchSpace
 from meshwright.trainers.planning.search.search_space import Candidate, portable
 
 _WIDTH = 80
@@ -35,7 +33,7 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         f"{_estimate(best, space)}.",
         f"Searched: {len(space.candidates())} candidates of plans "
         f"{', '.join(plan.name for plan in space.plans)}; batches "
-        f"{', '.join(map(str, space.batches))}; "
+        f"{', '.join(map(str, space.batches))};{_found(outcome)} "
         f"{len(outcome.screened.promising)} could fit, "
         f"{len(outcome.ranked) + len(outcome.refused)} were compiled, "
         f"{len(outcome.ranked)} did fit.",
@@ -44,10 +42,23 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         + ". Nothing must be set.",
     ]
     lines = [f"# {line}" for text in comment for line in textwrap.wrap(text, 78)]
+    if best.promising.candidate.plan.is_found:
+        table = table_text(best.promising.candidate.plan.tables)
+        lines += ["#", *(f"#   {line}" for line in table)]
     lines += ["", *(f"include '{portable(file)}'" for file in space.gin_files)]
     lines += ["", *space.gin_params] if space.gin_params else []
     lines += ["", *best.bindings()]
     return "\n".join(lines) + "\n"
+
+
+def _found(outcome: SearchResult) -> str:
+    progress = outcome.screened.progress
+    if progress is None:
+        return ""
+    return (
+        f" {progress.considered} plans by names, {progress.propagated} of them "
+        "propagated;"
+    )
 
 
 def _estimate(row: RankedCandidate, space: SearchSpace) -> str:
@@ -89,6 +100,20 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     for policy in policies:
         if policy and policy.recompute is Recompute.ALL_BUT_NAMED:
             yield from _wrapped(f"{policy}: {', '.join(policy.saved_names)}")
+    best = shown[0].promising.candidate.plan
+    if best.is_found:
+        yield f"{best.name}:"
+        yield from (f"    {line}" for line in table_text(best.tables))
+    if outcome.screened.progress is not None:
+        progress = outcome.screened.progress
+        yield from _wrapped(
+            f"{progress.considered} plans by names were considered, "
+            f"{progress.propagated} propagated: the fastest {1e3 * progress.best:.4g} "
+            f"ms/example by that, and none takes less than {1e3 * progress.floor:.4g}"
+            if progress.best is not None
+            else f"{progress.considered} plans by names were considered, and of "
+            f"{progress.propagated} propagated none seems to fit"
+        )
     for row in outcome.refused:
         yield f"{'refused':>12}{'':29}{_names(row.promising.candidate)}".rstrip()
         yield from _wrapped(textwrap.shorten(row.result.refusal, _REASON), indent=4)

@@ -2,15 +2,14 @@
 
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.trainers.planning.search import search
-from meshwright.trainers.planning.search.search import (
-    RankedCandidate,
+from meshwright.trainers.planning.search import search_screen
+from meshwright.trainers.planning.search.search import RankedCandidate, SearchResult
+from meshwright.trainers.planning.search.search_result import Result
+from meshwright.trainers.planning.search.search_screen import (
     ScoredCandidate,
     Screened,
-    SearchResult,
     SearchSpace,
 )
-from meshwright.trainers.planning.search.search_result import Result
 from meshwright.trainers.planning.search.search_space import (
     Candidate,
     Policy,
@@ -83,7 +82,10 @@ def searched(where):
         refused=(lost,),
         screened=Screened(
             promising=(*(row.promising for row in [*rows, lost]), left),
-            left_out={search.TOO_LARGE: 3, "more shards than there are 'heads'": 15},
+            left_out={
+                search_screen.TOO_LARGE: 3,
+                "more shards than there are 'heads'": 15,
+            },
             least=None,
         ),
     )

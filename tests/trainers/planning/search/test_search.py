@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.trainers.planning.search import search, search_text
+from meshwright.trainers.planning.search import search, search_screen, search_text
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search import Compile
 from meshwright.trainers.planning.search.search_result import Result
@@ -94,7 +94,7 @@ def test_what_is_configured_comes_first(small):
     configured = promising(small, policy=ALL, seconds=99.0)
     other = promising(small, mesh=(4, 2), seconds=1.0)
     assert configured.configured and not other.configured
-    assert sorted([other, configured], key=search._promise) == [configured, other]
+    assert sorted([other, configured], key=search_screen.promise) == [configured, other]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_smallest_of_what_cannot_fit_is_named(tmp_path):
     bytes_, over = _numbers(message)
     assert over == pytest.approx(bytes_ - 15.48, abs=0.02) and over > 0
     assert "the smallest, " in message and "--search_batch" in message
-    assert search.TOO_LARGE in message
+    assert search_screen.TOO_LARGE in message
 
 
 def _numbers(message):

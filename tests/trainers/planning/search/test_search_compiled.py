@@ -11,7 +11,7 @@ import time
 import pytest
 
 from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
-from meshwright.trainers.planning.search import search
+from meshwright.trainers.planning.search import search, search_screen
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search_space import built
 from tests import needs
@@ -38,6 +38,7 @@ def command(folder: pathlib.Path) -> list[str]:
         "--topology=v3:2x2",
         f"--search_budget={BUDGET}",
         "--search_jobs=1",
+        "--search_propagated=0",
         f"--search_output={folder / 'winner.gin'}",
         f"--cache_dir={folder / 'cache'}",
     ]
@@ -59,7 +60,7 @@ def finished(interrupted):
     """The rows of the same search, gone on with."""
     where = space()
     cache = PlanCache(folder=interrupted[0] / "cache")
-    screened = search.screen(where)
+    screened = search_screen.screen(where)
     return list(search._compiled(where, screened.promising, cache, BUDGET, 1))
 
 
@@ -121,7 +122,7 @@ def test_what_the_compiler_refuses_is_too_large(tmp_path):
     large = ["VOCAB_SIZE = 2097152", "SEQUENCE_LENGTH = 8192", "MODEL_DIMS = 8"]
     where = space(*large)
     scored = next(
-        scored for scored in search.screen(where).promising if scored.configured
+        scored for scored in search_screen.screen(where).promising if scored.configured
     )
     assert scored.bound < where.torus.kind.memory
     cache = PlanCache(folder=tmp_path)

@@ -69,6 +69,7 @@ def run(tmp_path, *params, **more):
             "topology": "v3:2x2",
             "search_plans": "plans/finalized.gin",
             "search_jobs": "1",
+            "search_propagated": "0",
             "search_output": str(tmp_path / "made" / "winner.gin"),
             "cache_dir": str(tmp_path / "cache"),
             **more,
@@ -122,6 +123,20 @@ def ctrl_c_interrupts():
 
 @pytest.mark.always
 @pytest.mark.usefixtures("ctrl_c_interrupts")
+@pytest.mark.slow  # The step is traced for each choice of recomputation.
+def test_plans_that_nobody_wrote_are_compiled(tmp_path, compiler, capsys):
+    assert run(tmp_path, search_propagated="20") is None
+    found = [line for line in compiler() if "ShardingPlan.weights" in line]
+    assert found
+    printed = capsys.readouterr().out
+    assert "20 propagated" in printed and "why not finalized: " in printed
+    winner = tmp_path / "made" / "winner.gin"
+    assert built([str(winner)], []).plan.mesh.size == 8
+    kept = [json.loads(p.read_text()) for p in (tmp_path / "cache").iterdir()]
+    (costs,) = (entry for entry in kept if "propagated" in entry["key"])
+    assert len(costs["result"]["plans"]) >= 20
+
+
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch):
     monkeypatch.setenv("STOP", "1")
     assert run(tmp_path) == INTERRUPTED
@@ -185,7 +200,11 @@ def test_commands_of_the_docs_search(line, tmp_path, compiler, monkeypatch):
     more |= {
         name: more[name].split(",")[0] for name in ("search_plans", "search_batch")
     }
-    more |= {"search_budget": "1", "cache_dir": str(tmp_path / "cache")}
+    more |= {
+        "search_budget": "1",
+        "search_propagated": "0",
+        "cache_dir": str(tmp_path / "cache"),
+    }
     with flagsaver.as_parsed(gin_file=files, gin_param=[], **more):
         assert plan.main(["meshwright-plan"]) is None
     assert built(["winner.gin"], [])

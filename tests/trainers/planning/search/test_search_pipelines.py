@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.planning.search import search, search_text
+from meshwright.trainers.planning.search import search_screen, search_text
 from meshwright.trainers.planning.search.search_cost import bytes_passed, rough_seconds
 from meshwright.trainers.planning.search.search_memory import MemoryBound
 from meshwright.trainers.planning.search.search_space import (
@@ -207,7 +207,7 @@ def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
 
 
 def test_screening_keeps_what_can_be_laid_out():
-    screened = search.screen(pipelined_space(batches=(8,)))
+    screened = search_screen.screen(pipelined_space(batches=(8,)))
     kept = {(s.candidate.mesh, s.candidate.microbatches) for s in screened.promising}
     assert {scored.candidate.mesh[0] for scored in screened.promising} == {1, 2}
     assert (MESH, 4) in kept and (MESH, 8) not in kept
@@ -231,7 +231,7 @@ def test_a_mesh_may_have_no_axis_but_that_of_the_stages(repeats):
     params = (*ONE_AXIS, f"NUM_LAYERS = {8 * repeats}")
     params = (*pipelined.PARAMS, *params, f"Pipeline.num_repeats = {repeats}")
     where = space(*params, files=pipelined.GIN_FILES, plans=())
-    screened = search.screen(where)
+    screened = search_screen.screen(where)
     assert screened.left_out == {} and screened.promising[0].configured
     case = screened.promising[0].candidate
     iterations = 8 * repeats + 7

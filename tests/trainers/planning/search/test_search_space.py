@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.trainers.planning.search import search
+from meshwright.trainers.planning.search import search_screen
 from meshwright.trainers.planning.search.search_memory import MemoryBound
 from meshwright.trainers.planning.search.search_space import (
     Candidate,
@@ -149,7 +149,7 @@ def test_what_is_the_same_program_is_looked_at_once(monkeypatch):
     monkeypatch.setattr(
         MemoryBound, "state", lambda self, c: bounded.append(c) or state(self, c)
     )
-    screened = search.screen(space())
+    screened = search_screen.screen(space())
     assert len(bounded) == len(screened.promising)
     apart = {
         (scored.candidate.mesh, scored.candidate.plan.name)
@@ -174,7 +174,7 @@ def test_dims_that_the_model_lacks_make_no_other_program(tmp_path):
         "ShardingPlan.weights = {'model': 'X', 'heads': 'Y', 'hidden': 'Y', "
         "'vocab': 'Y', 'experts': 'X'}\n"
     )
-    screened = search.screen(space(plans=(str(path), PLANS[1])))
+    screened = search_screen.screen(space(plans=(str(path), PLANS[1])))
     assert {scored.candidate.plan.name for scored in screened.promising} == {"attempt2"}
     assert screened.left_out["the same program as with another plan"] == 6
 
@@ -186,7 +186,7 @@ def test_dims_that_the_model_lacks_make_no_other_program(tmp_path):
 )
 def test_of_equal_programs_the_configured_one_is_kept(params):
     """Attempt 2 comes first, and is the same on (8, 1)."""
-    screened = search.screen(space("MESH_SHAPE = (8, 1)", *params))
+    screened = search_screen.screen(space("MESH_SHAPE = (8, 1)", *params))
     (configured,) = (s.candidate for s in screened.promising if s.configured)
     assert configured.plan.name == "finalized" and configured.mesh == (8, 1)
 

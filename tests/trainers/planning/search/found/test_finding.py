@@ -1,0 +1,135 @@
+"""Plans that nobody wrote are found, and what is found is the best there is."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from meshwright.framework.compiler.stablehlo.shardy.named_module import ClashError
+from meshwright.framework.devices.topology import topology
+from meshwright.framework.sharding.plan import as_axes
+from meshwright.trainers.planning.search.found.finding import (
+    Finder,
+    Point,
+    distinct,
+    mesh_shapes,
+    plainest,
+)
+from meshwright.trainers.planning.search.found.found_plans import PlanFinder, table_text
+from meshwright.trainers.planning.search.found.propagated import propagated
+from meshwright.trainers.planning.search.search_space import Candidate
+from tests.trainers.planning.search.search_cases import NOTHING, space
+
+# Wide enough that sending all weights costs more than computing with a part of them.
+WIDE = (
+    "MODEL_DIMS = 512",
+    "HIDDEN_DIMS = 2048",
+    "NUM_HEADS = 8",
+    "HEAD_DIM = 64",
+    "VOCAB_SIZE = 1024",
+)
+
+
+@pytest.fixture(scope="module")
+def finder():
+    where = space(*WIDE, batches=(64,))
+    choice = Candidate(
+        mesh=(2, 4), plan=where.plans[0], policy=NOTHING, batch=64, microbatches=None
+    )
+    return PlanFinder(where.experiment, [choice], where.torus, known={})
+
+
+def fresh(finder):
+    old = finder.finder
+    return Finder(old.steps, old.weights, old.torus, known=old.known)
+
+
+def masks(finder, **tables):
+    return tuple(tables.get(name.table, {}).get(name.dim, 0) for name in finder.names)
+
+
+def test_the_fastest_of_all_plans_is_found(finder):
+    """On one axis all plans can be propagated: 150 of 1024 are plans at all."""
+    shape = (8,)
+    rough = finder.finder.rough(0, shape)
+    all_ = np.array(list(itertools.product(*rough.allowed)))
+    plans = all_[rough.evaluate(all_).clashes == 0]
+    search = fresh(finder)
+    everything = [search.look_up(Point(0, shape, tuple(map(int, p)))) for p in plans]
+    fastest = min(found.priced.seconds for found in everything)
+    search.shapes = [shape]
+    search.run([], most=40)
+    assert search.progress.propagated == 40 < len(everything)
+    assert search.best().priced.seconds <= 1.03 * fastest
+    assert search.progress.floor < fastest
+
+
+def test_a_clash_is_seen_without_propagating(finder):
+    weights = {"model": 1, "hidden": 1}
+    plan = masks(finder, weights=weights)
+    rough = finder.finder.rough(0, (8,))
+    assert rough.evaluate(np.array([plan])).clashes > 0
+    with pytest.raises(ClashError):
+        propagated(finder.finder.steps[0], (8,), plan, finder.finder.torus)
+
+
+def test_memory_is_bounded_from_below(finder):
+    rough = finder.finder.rough(0, (8,))
+    for tables in ({}, {"weights": {"hidden": 1, "vocab": 1}}):
+        plan = masks(finder, **tables)
+        bound = rough.evaluate(np.array([plan])).memory[0]
+        step, torus = finder.finder.steps[0], finder.finder.torus
+        assert bound <= 1.05 * propagated(step, (8,), plan, torus).memory
+
+
+def test_a_plan_file_is_a_point_of_the_space(finder):
+    where = space(*WIDE, batches=(64,))
+    (finalized,) = (plan for plan in where.plans if plan.name == "finalized")
+    candidate = Candidate(mesh=(2, 4), plan=finalized, policy=NOTHING, batch=64)
+    point = finder.point_of(candidate)
+    assert point.shape == (4, 2)  # The larger axis first: Y.
+    tables = finder.tables(point)
+    names = {"X": "Y", "Y": "X"}
+    for table in ("weights", "activations"):
+        assert {
+            dim: tuple(names[axis] for axis in as_axes(axes))
+            for dim, axes in getattr(finalized.tables, table).items()
+        } == {d: axes for d, axes in getattr(tables, table).items() if axes}
+
+
+def test_names_that_do_not_matter_are_left_out(finder):
+    search = fresh(finder)
+    model = masks(finder, activations={"batch": 1, "stream": 2})
+    with_more = masks(finder, activations={"batch": 1, "stream": 2, "head_dim": 0})
+    found = search.look_up(Point(0, (4, 2), model))
+    assert plainest(search, found).priced.same(found.priced)
+    assert sum(map(bool, plainest(search, found).point.masks)) <= 2
+    assert with_more == model
+
+
+def test_plans_that_hardly_differ_are_one(finder):
+    search = fresh(finder)
+    found = search.look_up(Point(0, (4, 2), masks(finder, activations={"batch": 1})))
+    assert distinct([found, found], search.cost) == [found]
+
+
+def test_the_search_ends_when_told(finder):
+    search = fresh(finder)
+    search.run([], most=40, until=0.0)
+    assert search.progress.considered == search.progress.propagated == 0
+    assert search.best() is None
+
+
+def test_meshes_have_their_largest_axis_first():
+    assert mesh_shapes(topology("v3:2x2"), 3) == [(8,), (4, 2), (2, 2, 2)]
+
+
+def test_a_plan_is_a_table_of_names(finder):
+    point = Point(
+        0, (4, 2), masks(finder, weights={"vocab": 2}, activations={"batch": 3})
+    )
+    assert table_text(finder.tables(point)) == [
+        "name   weights  activations",
+        "batch           X.Y",
+        "vocab  Y",
+    ]

@@ -1,0 +1,73 @@
+"""Plans of functions that no file knows."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import compile_program
+from meshwright.trainers.planning.search.found.function_plans import search
+
+B, M, H = 8192, 512, 4096
+ARGS = (
+    {
+        f"layer_{i}": {"up": tf.TensorSpec([M, H]), "down": tf.TensorSpec([H, M])}
+        for i in range(2)
+    },
+    tf.TensorSpec([B, M]),
+)
+
+
+def step(weights, x):
+    """Gradient descent of a model of two layers."""
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        y = x
+        for layer in weights.values():
+            y += tf.nn.relu(y @ layer["up"]) @ layer["down"]
+        loss = tf.reduce_mean(tf.square(y))
+    gradients = tape.gradient(loss, weights)
+    return tf.nest.map_structure(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(step, ARGS, "v3:2x2", results_like=4, most=60)
+
+
+def test_the_batch_is_split(found):
+    """Rows are many more than weights, so the batch is what to split."""
+    shardings = dict(zip(found.paths, found.leaves, strict=True))
+    assert shardings["1"].splits()[0] > 1
+    assert found.progress.considered > 1000 and found.progress.propagated <= 60
+    assert "by propagation" in found.text()
+
+
+def test_layers_are_split_alike(found):
+    first, second = found.in_shardings[0].values()
+    assert first == second
+
+
+def test_the_program_is_the_one_of_one_device(found):
+    random = np.random.default_rng(0)
+    args = tf.nest.map_structure(
+        lambda spec: random.normal(size=spec.shape).astype(np.float32) / 30, ARGS
+    )
+    program = compile_program(step, ARGS, found.mesh, in_shardings=found.in_shardings)
+    result = program.unshard(program(*args))
+    alone = tf.function(step, autograph=False)(
+        *tf.nest.map_structure(tf.constant, args)
+    )
+    for mine, its in zip(tf.nest.flatten(result), tf.nest.flatten(alone), strict=True):
+        np.testing.assert_allclose(mine, its, atol=1e-5)
+
+
+def test_too_many_names_are_refused():
+    many = tuple(tf.TensorSpec([2, i]) for i in range(2, 34))
+    with pytest.raises(ValueError, match="64 dims of different names, and 60 at most"):
+        search(lambda *xs: [x + 1 for x in xs], many, "v3:2x2")
+
+
+def test_what_does_not_fit_is_told():
+    large = tf.TensorSpec([2**20, 2**20])
+    with pytest.raises(ValueError, match="fits TPU topology 'v3:2x2'"):
+        search(lambda x: x @ x, [large], "v3:2x2", most=5)

@@ -1,0 +1,118 @@
+"""Why a plan of a file was not chosen, and how found plans are written."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.framework.sharding.plan import as_axes
+from meshwright.trainers.planning.search import search_screen, search_text
+from meshwright.trainers.planning.search.found import joined
+from meshwright.trainers.planning.search.found.finding import Point, Progress
+from meshwright.trainers.planning.search.found.propagated import Priced
+from meshwright.trainers.planning.search.found.why_not import why_not
+from meshwright.trainers.planning.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.search_screen import Dropped
+from meshwright.trainers.planning.search.search_space import NamedPlan, built
+from tests.trainers.planning.search.search_cases import candidate, searched, space
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def where():
+    return space()
+
+
+def with_dropped(where, *dropped, plan="attempt1"):
+    """A search that attempt 2 won, and that dropped candidates of another plan."""
+    outcome = searched(where)
+    rows = tuple(
+        Dropped(candidate=candidate(where, plan=plan), **fields) for fields in dropped
+    )
+    screened = dataclasses.replace(outcome.screened, dropped=rows)
+    return dataclasses.replace(outcome, screened=screened)
+
+
+@pytest.mark.parametrize(
+    "dropped, line",
+    [
+        ([], "attempt1: was not looked at"),
+        (
+            [{"reason": "shards of unequal batches"}],
+            "attempt1: not allowed: shards of unequal batches",
+        ),
+        (
+            [{"reason": search_screen.SAME}],
+            "attempt1: is the same program as another plan of the space",
+        ),
+        (
+            [{"reason": search_screen.TOO_LARGE, "bound": 17.48 * GIB}],
+            "attempt1: does not fit by 2.00 GiB or more, at 2x4, recompute everything, "
+            "batch 8",
+        ),
+        (
+            [{"reason": joined.SLOWER, "seconds": 1.5}],
+            "attempt1: 50.0% slower at 2x4, recompute everything, batch 8, by "
+            "propagation",
+        ),
+    ],
+)
+def test_each_plan_of_a_file_is_answered_for(where, dropped, line):
+    lines = list(why_not(where, with_dropped(where, *dropped)))
+    assert lines[0] == line
+    assert lines[1].startswith("finalized: 100.0% slower at 2x4, recompute all but 6")
+    assert len(lines) == 2
+
+
+def test_a_found_plan_is_written_as_gin(where):
+    tables = dataclasses.replace(
+        where.experiment.plan,
+        mesh_axes=("X", "Y"),
+        mesh_shape=(4, 2),
+        weights={"model": ("X",), "hidden": ("Y",)},
+        activations={"batch": ("X", "Y"), "sequence": ("Y",), "stream": ()},
+    )
+    plan = NamedPlan(name="found 1", gin_file=None, tables=tables)
+    found = dataclasses.replace(candidate(where), plan=plan, mesh=(4, 2))
+    read = built(where.gin_files, [*where.gin_params, *found.bindings()]).plan
+    assert tuple(read.mesh_axes) == ("X", "Y") and tuple(read.mesh_shape) == (4, 2)
+    for table in ("weights", "activations"):
+        assert {d: as_axes(a) for d, a in getattr(read, table).items()} == getattr(
+            tables, table
+        )
+
+
+def test_the_winner_is_a_table_of_names(where):
+    outcome = searched(where)
+    best = outcome.ranked[0]
+    plan = dataclasses.replace(
+        best.promising.candidate.plan, name="found 1", gin_file=None
+    )
+    changed = dataclasses.replace(best.promising.candidate, plan=plan)
+    row = dataclasses.replace(
+        best, promising=dataclasses.replace(best.promising, candidate=changed)
+    )
+    progress = Progress(considered=12345, propagated=67, best=0.25, floor=0.125)
+    outcome = dataclasses.replace(
+        outcome,
+        ranked=(row, *outcome.ranked[1:]),
+        screened=dataclasses.replace(outcome.screened, progress=progress),
+    )
+    text = search_text.table(where, outcome)
+    assert "found 1:" in text and "hidden  Y        Y" in text
+    assert "12345 plans by names were considered, 67 propagated" in text
+    assert max(map(len, text.splitlines())) <= 80
+    winner = search_text.winner(where, outcome)
+    assert "# batch" not in winner and "#   batch            X" in winner
+    assert "12345 plans by names" in " ".join(winner.split("\n# "))
+
+
+def test_costs_are_kept_for_the_next_time(tmp_path):
+    cache = PlanCache(folder=tmp_path)
+    known = {
+        Point(0, (4, 2), (1, 0)): Priced(seconds=1.0, computing=0.5, memory=2.0),
+        Point(1, (8,), (1, 1)): None,
+    }
+    cache.store({"key": "a"}, {"plans": joined._written(known)})
+    assert joined._read(cache.cached({"key": "a"})) == known
+    assert joined._read(None) == {}

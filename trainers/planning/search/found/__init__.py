@@ -1,0 +1,1 @@
+"""Plans that nobody wrote: their space, and how the best of them are found."""

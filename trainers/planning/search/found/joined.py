@@ -1,0 +1,196 @@
+"""Candidates of plan files, joined by those with plans that were found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tqdm
+
+from meshwright.trainers.experiment import config
+from meshwright.trainers.planning.search import plan_cache
+from meshwright.trainers.planning.search.found.finding import Point, Progress
+from meshwright.trainers.planning.search.found.found_plans import PlanFinder
+from meshwright.trainers.planning.search.found.propagated import Priced
+from meshwright.trainers.planning.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.search_screen import (
+    Dropped,
+    ScoredCandidate,
+    Screened,
+    SearchSpace,
+    promise,
+)
+from meshwright.trainers.planning.search.search_space import (
+    AS_CONFIGURED,
+    Candidate,
+    NamedPlan,
+    built,
+    microbatch_counts,
+    policies,
+)
+
+log = logging.getLogger("absl")
+
+SLOWER = "slower by propagation than the fastest by more than its error"
+# How far the second sieve's times lie from the compiler's, see docs/planning.md.
+MARGIN = 0.15
+# More plans than are ever compiled, as some will be refused.
+_KEPT = 24
+
+Known = dict[Point, Priced | None]
+
+
+def with_found(
+    space: SearchSpace, screened: Screened, cache: PlanCache, most: int
+) -> Screened:
+    """The candidates of a space, joined by found ones; all are priced by propagation.
+
+    Costs are kept in the cache, also if it is interrupted, and not computed again.
+
+    Args:
+      space: the space.
+      screened: its candidates from plan files, which are starting points.
+      cache: where costs are kept.
+      most: how many plans are propagated at most.
+    """
+    key = _key(space)
+    known = _read(cache.cached(key))
+    try:
+        finder = _finder(space, known)
+    except (ValueError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        log.warning("search: plan files alone, as the model has no other: %s", reason)
+        return screened
+    starts = [scored.candidate for scored in screened.promising]
+    try:
+        with _bar(most) as bar:
+            finder.find(starts, most=most, tell=lambda made: _tell(bar, made))
+        files = [_priced(finder, scored) for scored in screened.promising]
+        points = {finder.point_of(scored.candidate) for scored in files}
+        found = [
+            _scored(candidate, plan.priced)
+            for candidate, plan in finder.candidates(_KEPT)
+            if plan.point not in points
+        ]
+    finally:
+        cache.store(key, {"plans": _written(known)})
+    scored = sorted([*files, *found], key=promise)
+    return _without_slow(screened, scored, finder.finder.progress)
+
+
+def _key(space: SearchSpace) -> dict[str, str]:
+    built(space.gin_files, space.gin_params)
+    choices = [str(_choice(candidate)) for candidate in _choices(space)]
+    parts = plan_cache.key_parts(config.operative_text(), space.torus.name)
+    return {**parts, "propagated": json.dumps(choices)}
+
+
+def _choices(space: SearchSpace) -> list[Candidate]:
+    """A candidate for each of what may be recomputed, batches and microbatches."""
+    plan = space.experiment.plan
+    configured = NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=plan)
+    return [
+        Candidate(
+            mesh=tuple(plan.mesh_shape),
+            plan=configured,
+            policy=policy,
+            batch=batch,
+            microbatches=count,
+        )
+        for batch in space.batches
+        for count in microbatch_counts(space.experiment, batch, space.microbatches)
+        for policy in policies(space.experiment)
+    ]
+
+
+def _choice(candidate: Candidate) -> tuple:
+    return candidate.policy, candidate.batch, candidate.microbatches
+
+
+def _finder(space: SearchSpace, known: Known) -> PlanFinder:
+    choices = _choices(space)
+    with tqdm.tqdm(total=len(choices), desc="tracing", dynamic_ncols=True) as bar:
+        return PlanFinder(
+            space.experiment,
+            choices,
+            space.torus,
+            known=known,
+            tell=lambda count: bar.update(count - bar.n),
+        )
+
+
+def _bar(total: int) -> tqdm.tqdm:
+    return tqdm.tqdm(total=total, desc="propagating", dynamic_ncols=True)
+
+
+def _tell(bar: tqdm.tqdm, made: Progress) -> None:
+    best = "none fits" if made.best is None else f"{1e3 * made.best:.4g}"
+    bar.set_postfix_str(
+        f"{made.considered} considered, best {best} ms/example, none below "
+        f"{1e3 * made.floor:.4g}",
+        refresh=False,
+    )
+    bar.update(made.propagated - bar.n)
+
+
+def _priced(finder: PlanFinder, scored: ScoredCandidate) -> ScoredCandidate:
+    priced = finder.priced(scored.candidate)
+    if priced is None:
+        return scored
+    return dataclasses.replace(scored, bound=priced.memory, seconds=priced.seconds)
+
+
+def _scored(candidate: Candidate, priced: Priced) -> ScoredCandidate:
+    return ScoredCandidate(
+        candidate=candidate,
+        bound=priced.memory,
+        seconds=priced.seconds,
+        configured=False,
+    )
+
+
+def _without_slow(
+    screened: Screened, scored: list[ScoredCandidate], progress: Progress
+) -> Screened:
+    """Leaves out what is slower than the fastest that fits, by more than the error."""
+    if progress.best is None:
+        return dataclasses.replace(screened, promising=tuple(scored))
+    limit = (1 + MARGIN) * progress.best
+    fast, slow = [], []
+    for one in scored:
+        is_slow = one.seconds / one.candidate.batch > limit and not one.configured
+        (slow if is_slow else fast).append(one)
+    dropped = (
+        Dropped(candidate=one.candidate, reason=SLOWER, seconds=one.seconds)
+        for one in slow
+    )
+    left_out = dict(screened.left_out)
+    if slow:
+        left_out[SLOWER] = len(slow)
+    return dataclasses.replace(
+        screened,
+        promising=tuple(fast),
+        left_out=left_out,
+        progress=progress,
+        dropped=(*screened.dropped, *dropped),
+    )
+
+
+def _read(entry: Mapping[str, Any] | None) -> Known:
+    return {
+        Point(step, tuple(shape), tuple(masks)): priced and Priced(**priced)
+        for step, shape, masks, priced in (entry or {}).get("plans", ())
+    }
+
+
+def _written(known: Known) -> list:
+    return list(_rows(known))
+
+
+def _rows(known: Known) -> Iterator[list]:
+    for point, priced in known.items():
+        costs = priced and dataclasses.asdict(priced)
+        yield [point.step, point.shape, point.masks, costs]
