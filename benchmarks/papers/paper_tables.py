@@ -32,7 +32,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -285,10 +285,12 @@ class Calibration:
     Args:
       efficiency: a share of 1, by least squares of relative errors.
       left_out: the relative error of each row, when calibrated on the other rows.
+      table_left_out: likewise, on the rows of other tables; empty if there are none.
     """
 
     efficiency: float
     left_out: tuple[float, ...]
+    table_left_out: tuple[float, ...]
 
 
 def calibrate(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> Calibration:
@@ -300,12 +302,17 @@ def calibrate(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> Calibration:
     def slowness(chosen) -> float:
         return float(link[chosen] @ (1 - ops[chosen]) / (link[chosen] @ link[chosen]))
 
-    everything = np.arange(len(rows))
-    left_out = [
-        ops[i] + slowness(np.delete(everything, i)) * link[i] - 1 for i in everything
-    ]
+    def errors(left_out: np.ndarray) -> tuple[float, ...]:
+        """Of each row, without the rows that its row of `left_out` marks."""
+        slow = np.array([slowness(~without) for without in left_out])
+        return tuple(map(float, ops + slow * link - 1))
+
+    tables = np.array([row.table for row, _ in rows])
+    same_table = tables[:, None] == tables
     return Calibration(
-        efficiency=1 / slowness(everything), left_out=tuple(map(float, left_out))
+        efficiency=1 / slowness(np.full(len(rows), True)),
+        left_out=errors(np.eye(len(rows), dtype=bool)),
+        table_left_out=() if same_table.all() else errors(same_table),
     )
 
 
@@ -358,20 +365,48 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     rows = [pair for pair in rows if pair[1]["fits"]]
     known = [pair for pair in rows if not math.isnan(pair[0].step_s)]
     if known:
-        errors = [result["step_s"] / row.step_s - 1 for row, result in known]
-        lines.append(
-            f"step time: mean error {np.mean(np.abs(errors)):.1%}, "
-            f"largest {max(errors, key=abs):+.1%}; links at {LINK_EFFICIENCY:.2f}"
-        )
+        text = _errors(known, lambda row, ours: ours["step_s"])
+        lines.append(f"step time: {text}; links at {LINK_EFFICIENCY:.2f}")
+        for what, like_paper in (
+            ("as many FLOPs as the paper's", with_its_flops),
+            ("as much recomputed as in the paper", with_its_recomputation),
+        ):
+            comparable = [pair for pair in known if not math.isnan(like_paper(*pair))]
+            if comparable:
+                lines.append(f"with {what}: {_errors(comparable, like_paper)}")
     calibrated = [pair for pair in rows if pair[0].table in CALIBRATED]
     if len(calibrated) > 1:
         fit = calibrate(calibrated)
         lines.append(
-            f"calibrated on rows of Tables 2 and 3: links at {fit.efficiency:.2f}; "
-            f"each row left out:\n  mean error {np.mean(np.abs(fit.left_out)):.1%}, "
-            f"largest {max(fit.left_out, key=abs):+.1%}"
+            f"calibrated on rows of Tables 2 and 3: links at {fit.efficiency:.2f}"
         )
+        lines.append(f"  each row left out: {_text(fit.left_out)}")
+        if fit.table_left_out:
+            lines.append(f"  each table left out: {_text(fit.table_left_out)}")
     return lines
+
+
+def with_its_flops(row: Row, result: Mapping[str, Any]) -> float:
+    """Our step time at the paper's FLOPs, those of its utilization; else NaN."""
+    return result["step_s"] * row.util * row.step_s / result["full_speed_s"]
+
+
+def with_its_recomputation(row: Row, result: Mapping[str, Any]) -> float:
+    """Our step time with the paper's share of recomputation; NaN where unknown."""
+    share = result["of_which"].get("recomputed", math.nan) / result["step_s"]
+    return result["step_s"] * (1 - share) / (1 - row.recompute)
+
+
+def _errors(
+    rows: Sequence[tuple[Row, Mapping[str, Any]]],
+    seconds: Callable[[Row, Mapping[str, Any]], float],
+) -> str:
+    return _text([seconds(row, result) / row.step_s - 1 for row, result in rows])
+
+
+def _text(errors: Sequence[float]) -> str:
+    largest = max(errors, key=abs)
+    return f"mean error {np.mean(np.abs(errors)):.1%}, largest {largest:+.1%}"
 
 
 KIND = RowKind(

@@ -179,10 +179,19 @@ def test_a_row_that_does_not_fit_is_told_and_counts_nowhere():
     refused = {"fits": False, "peak_gb": 18.04, "limit_gb": 15.48}
     text = paper_tables.table_row(row, refused)
     assert text.endswith("does not fit: 18.0 GB of 15.5")
-    times = {"step_s": 2.2, "ops_s": 2.0, "link_s": 0.16}
+    times = {
+        "step_s": 2.2,
+        "ops_s": 2.0,
+        "link_s": 0.16,
+        "full_speed_s": row.util,
+    }
     fitting = {"fits": True, "parts": {}, "of_which": {}, **times}
     lines = paper_tables.summary([(row, refused), (row, fitting)])
-    assert lines == ["step time: mean error 10.0%, largest +10.0%; links at 0.80"]
+    assert lines == [
+        "step time: mean error 10.0%, largest +10.0%; links at 0.80",
+        # At half of the paper's FLOPs; nothing is known of recomputation there.
+        "with as many FLOPs as the paper's: mean error 120.0%, largest +120.0%",
+    ]
 
 
 def test_utilization_of_pipelines_is_of_useful_work():
@@ -193,11 +202,17 @@ def test_utilization_of_pipelines_is_of_useful_work():
         "step_s": 20.0,
         "ops_s": 19.0,
         "link_s": 0.8,
+        "full_speed_s": row.util * row.step_s,
         "parts": {"matrix": 20.0},
         "of_which": {"in bubbles": 4.0, "recomputed": 3.0},
     }
-    lines = paper_tables.summary([(row, estimate)])[:2]
-    assert lines == [
+    lines = paper_tables.summary([(row, estimate)])
+    assert lines[3:] == [
+        "with as many FLOPs as the paper's: mean error 14.5%, largest -14.5%",
+        # 20 s, with 22.2% of the step in place of 15%.
+        "with as much recomputed as in the paper: mean error 6.6%, largest -6.6%",
+    ]
+    assert lines[:2] == [
         "bubbles of 8x8x4: 16.5% of the step in the paper, 20.0% ours",
         "recomputation of 8x8x4: 22.2% of the step in the paper, 15.0% ours",
     ]
@@ -220,10 +235,16 @@ def test_calibration_finds_what_made_the_times():
     fit = paper_tables.calibrate(exact)
     assert fit.efficiency == pytest.approx(0.5)
     assert fit.left_out == pytest.approx([0, 0, 0], abs=1e-12)
+    assert fit.table_left_out == ()  # All are of one.
     # One row that is not like the others is off when they alone are calibrated on.
     odd = (exact[0][0], {"ops_s": 2, "link_s": 2})
     fit = paper_tables.calibrate([odd, *exact[1:]])
     assert fit.left_out[0] == pytest.approx((2 + 2 / 0.5) / 4 - 1)
+    # A row beside two of another table: it is estimated by theirs, and they by its own.
+    other = (dataclasses.replace(odd[0], table="2"), odd[1])
+    fit = paper_tables.calibrate([other, *exact[1:]])
+    assert fit.table_left_out[0] == pytest.approx(fit.left_out[0])
+    assert fit.table_left_out[1:] == pytest.approx([(3 + 0.5) / 4 - 1, (1 + 4) / 9 - 1])
 
 
 def test_the_error_bars_are_those_of_rows_left_out():
