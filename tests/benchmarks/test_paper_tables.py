@@ -57,7 +57,7 @@ def flops_off(row):
     if row.table == "6":
         # The paper's own four differ by as much: 30.9 to 35.1 TFLOPs a core for one
         # model on 32 to 512 cores.
-        return 0.17
+        return 0.14
     if row.table == "4":
         # By its utilization, less bubbles and recomputation, the model of Table 3 has
         # 7% to 13% more FLOPs here than there.
@@ -185,12 +185,15 @@ def test_a_row_that_does_not_fit_is_told_and_counts_nowhere():
         "link_s": 0.16,
         "full_speed_s": row.util,
     }
-    fitting = {"fits": True, "parts": {}, "of_which": {}, **times}
+    parts = {"all-reduce": 0.2}
+    fitting = {"fits": True, "parts": parts, "of_which": {}, **times}
     lines = paper_tables.summary([(row, refused), (row, fitting)])
     assert lines == [
         "step time: mean error 10.0%, largest +10.0%; links at 0.80",
         # At half of the paper's FLOPs; nothing is known of recomputation there.
         "with as many FLOPs as the paper's: mean error 120.0%, largest +120.0%",
+        "with the reduce-scatters of the paper's Figure 7: mean error 5.0%, "
+        "largest +5.0%",
     ]
 
 
