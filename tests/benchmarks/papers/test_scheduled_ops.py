@@ -6,7 +6,7 @@ import sys
 import pytest
 
 # Where a script finds its neighbours.
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"))
+sys.path.append(str(pathlib.Path(__file__).parents[3] / "benchmarks" / "papers"))
 
 from benchmarks.papers import scheduled_ops  # noqa: E402
 from meshwright.framework.compiler.hlo.hlo_text import HloModule  # noqa: E402
