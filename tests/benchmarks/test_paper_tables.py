@@ -57,7 +57,7 @@ def flops_off(row):
     if row.table == "6":
         # The paper's own four differ by as much: 30.9 to 35.1 TFLOPs a core for one
         # model on 32 to 512 cores.
-        return 0.17
+        return 0.14
     if row.table == "4":
         # By its utilization, less bubbles and recomputation, the model of Table 3 has
         # 7% to 13% more FLOPs here than there.
@@ -271,7 +271,7 @@ def test_the_error_bars_are_those_of_rows_left_out():
 
 
 # How far a row's step time may be from the paper's: see docs/planning.md.
-STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.12, "5": 0.17, "6": 0.35, "7": 0.15, "8": 0.1}
+STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.12, "5": 0.17, "6": 0.15, "7": 0.15, "8": 0.1}
 
 
 @pytest.mark.parametrize(
