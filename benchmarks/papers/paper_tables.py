@@ -32,7 +32,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -285,10 +285,12 @@ class Calibration:
     Args:
       efficiency: a share of 1, by least squares of relative errors.
       left_out: the relative error of each row, when calibrated on the other rows.
+      table_left_out: likewise, on the rows of other tables; empty if there are none.
     """
 
     efficiency: float
     left_out: tuple[float, ...]
+    table_left_out: tuple[float, ...]
 
 
 def calibrate(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> Calibration:
@@ -300,12 +302,17 @@ def calibrate(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> Calibration:
     def slowness(chosen) -> float:
         return float(link[chosen] @ (1 - ops[chosen]) / (link[chosen] @ link[chosen]))
 
-    everything = np.arange(len(rows))
-    left_out = [
-        ops[i] + slowness(np.delete(everything, i)) * link[i] - 1 for i in everything
-    ]
+    def errors(left_out: np.ndarray) -> tuple[float, ...]:
+        """Of each row, without the rows that its row of `left_out` marks."""
+        slow = np.array([slowness(~without) for without in left_out])
+        return tuple(map(float, ops + slow * link - 1))
+
+    tables = np.array([row.table for row, _ in rows])
+    same_table = tables[:, None] == tables
     return Calibration(
-        efficiency=1 / slowness(everything), left_out=tuple(map(float, left_out))
+        efficiency=1 / slowness(np.full(len(rows), True)),
+        left_out=errors(np.eye(len(rows), dtype=bool)),
+        table_left_out=() if same_table.all() else errors(same_table),
     )
 
 
@@ -358,20 +365,79 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     rows = [pair for pair in rows if pair[1]["fits"]]
     known = [pair for pair in rows if not math.isnan(pair[0].step_s)]
     if known:
-        errors = [result["step_s"] / row.step_s - 1 for row, result in known]
-        lines.append(
-            f"step time: mean error {np.mean(np.abs(errors)):.1%}, "
-            f"largest {max(errors, key=abs):+.1%}; links at {LINK_EFFICIENCY:.2f}"
-        )
+        text = _errors(known, lambda row, ours: ours["step_s"])
+        lines.append(f"step time: {text}; links at {LINK_EFFICIENCY:.2f}")
+        for what, like_paper in (
+            ("as many FLOPs as the paper's", with_its_flops),
+            ("as much recomputed as in the paper", with_its_recomputation),
+            ("the reduce-scatters of the paper's Figure 7", with_its_scatters),
+        ):
+            comparable = [pair for pair in known if not math.isnan(like_paper(*pair))]
+            if comparable:
+                lines.append(f"with {what}: {_errors(comparable, like_paper)}")
     calibrated = [pair for pair in rows if pair[0].table in CALIBRATED]
     if len(calibrated) > 1:
-        fit = calibrate(calibrated)
-        lines.append(
-            f"calibrated on rows of Tables 2 and 3: links at {fit.efficiency:.2f}; "
-            f"each row left out:\n  mean error {np.mean(np.abs(fit.left_out)):.1%}, "
-            f"largest {max(fit.left_out, key=abs):+.1%}"
-        )
+        lines += [
+            "calibrated on rows of Tables 2 and 3:",
+            *_fit(calibrated),
+            "calibrated on the same with those reduce-scatters:",
+            *_fit([(row, _scattered(result)) for row, result in calibrated]),
+        ]
     return lines
+
+
+def with_its_flops(row: Row, result: Mapping[str, Any]) -> float:
+    """Our step time at the paper's FLOPs, those of its utilization; else NaN."""
+    return result["step_s"] * row.util * row.step_s / result["full_speed_s"]
+
+
+def with_its_recomputation(row: Row, result: Mapping[str, Any]) -> float:
+    """Our step time with the paper's share of recomputation; NaN where unknown."""
+    share = result["of_which"].get("recomputed", math.nan) / result["step_s"]
+    return result["step_s"] * (1 - share) / (1 - row.recompute)
+
+
+def with_its_scatters(row: Row, result: Mapping[str, Any]) -> float:
+    """Our step time if all-reduces of activations scattered: half; else NaN.
+
+    Where each device's slice is 128 wide, libtpu all-reduces and then slices. Without
+    pipelines or experts the large all-reduces are all of these.
+    """
+    if row.table not in CALIBRATED:
+        return math.nan
+    scattered = _scattered(result)
+    return scattered["ops_s"] + scattered["link_s"] / LINK_EFFICIENCY
+
+
+def _scattered(result: Mapping[str, Any]) -> dict[str, float]:
+    saved = result["parts"].get("all-reduce", 0.0) / 2
+    return {
+        "ops_s": result["ops_s"],
+        "link_s": result["link_s"] - saved * LINK_EFFICIENCY,
+    }
+
+
+def _fit(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
+    fit = calibrate(rows)
+    lines = [
+        f"  links at {fit.efficiency:.2f}",
+        f"  each row left out: {_text(fit.left_out)}",
+    ]
+    if fit.table_left_out:
+        lines.append(f"  each table left out: {_text(fit.table_left_out)}")
+    return lines
+
+
+def _errors(
+    rows: Sequence[tuple[Row, Mapping[str, Any]]],
+    seconds: Callable[[Row, Mapping[str, Any]], float],
+) -> str:
+    return _text([seconds(row, result) / row.step_s - 1 for row, result in rows])
+
+
+def _text(errors: Sequence[float]) -> str:
+    largest = max(errors, key=abs)
+    return f"mean error {np.mean(np.abs(errors)):.1%}, largest {largest:+.1%}"
 
 
 KIND = RowKind(

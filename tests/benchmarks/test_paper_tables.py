@@ -21,16 +21,32 @@ from benchmarks.papers.paper_tables import (  # noqa: E402
     ROWS,
     Row,
 )
-from meshwright.framework.compiler.hlo import step_time  # noqa: E402
+from meshwright.framework.compiler.hlo.step_errors import (  # noqa: E402
+    ALL_STEPS,
+    MEASURED_KIND,
+    STEP_ERRORS,
+    ModelKind,
+)
 from meshwright.framework.devices.network import LINK_EFFICIENCY  # noqa: E402
 from meshwright.framework.devices.topology import topology  # noqa: E402
 from meshwright.trainers.cli import build_experiment  # noqa: E402
+from meshwright.trainers.experiment.stacks import model_kind  # noqa: E402
 from meshwright.trainers.experiment.step_programs import StepPrograms  # noqa: E402
 from tests import needs  # noqa: E402
 
 SCRIPT = pathlib.Path(paper_tables.__file__)
 # All rows, by --json_out: to be written anew when the compiler or a layer changes.
 KEPT = SCRIPT.parents[2] / "tests" / "data" / "paper_rows.json"
+KINDS = {
+    "2": ModelKind.DENSE,
+    "3": ModelKind.DENSE,
+    "4": ModelKind.PIPELINED,
+    "5": ModelKind.CONFORMER,
+    "6": ModelKind.EXPERTS,
+    "7": ModelKind.EXPERTS,
+    "8": ModelKind.UNET,
+    "gshard": ModelKind.EXPERTS,
+}
 
 
 def flops_off(row):
@@ -41,7 +57,7 @@ def flops_off(row):
     if row.table == "6":
         # The paper's own four differ by as much: 30.9 to 35.1 TFLOPs a core for one
         # model on 32 to 512 cores.
-        return 0.17
+        return 0.14
     if row.table == "4":
         # By its utilization, less bubbles and recomputation, the model of Table 3 has
         # 7% to 13% more FLOPs here than there.
@@ -66,6 +82,7 @@ def test_each_row_has_a_file_for_its_pod(row):
     size = topology(row.topology).size
     # One of a chip's two cores, where one device is planned for.
     assert experiment.plan.mesh.size == (1 if row.name.endswith("_1x1") else size)
+    assert model_kind(experiment.task) is KINDS[row.table]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +159,7 @@ def test_the_readme_has_the_errors_of_the_kept_rows():
     assert (len(errors), len(fitted)) == (39, 13)
     mean, worst = statistics.mean(errors.values()), max(errors.values())
     assert f"are off by {mean:.1%} in the mean and {worst:.0%} at worst" in text
-    assert worst == pytest.approx(step_time.WORST_OF_ALL, abs=5e-3)
+    assert worst == pytest.approx(ALL_STEPS.worst, abs=5e-4)
     fit = f"by {statistics.mean(fitted):.1%} and {max(fitted):.1%}."
     assert f"of the 13 of Tables 2 and 3, to which a constant was fitted, {fit}" in text
 
@@ -162,10 +179,22 @@ def test_a_row_that_does_not_fit_is_told_and_counts_nowhere():
     refused = {"fits": False, "peak_gb": 18.04, "limit_gb": 15.48}
     text = paper_tables.table_row(row, refused)
     assert text.endswith("does not fit: 18.0 GB of 15.5")
-    times = {"step_s": 2.2, "ops_s": 2.0, "link_s": 0.16}
-    fitting = {"fits": True, "parts": {}, "of_which": {}, **times}
+    times = {
+        "step_s": 2.2,
+        "ops_s": 2.0,
+        "link_s": 0.16,
+        "full_speed_s": row.util,
+    }
+    parts = {"all-reduce": 0.2}
+    fitting = {"fits": True, "parts": parts, "of_which": {}, **times}
     lines = paper_tables.summary([(row, refused), (row, fitting)])
-    assert lines == ["step time: mean error 10.0%, largest +10.0%; links at 0.80"]
+    assert lines == [
+        "step time: mean error 10.0%, largest +10.0%; links at 0.80",
+        # At half of the paper's FLOPs; nothing is known of recomputation there.
+        "with as many FLOPs as the paper's: mean error 120.0%, largest +120.0%",
+        "with the reduce-scatters of the paper's Figure 7: mean error 5.0%, "
+        "largest +5.0%",
+    ]
 
 
 def test_utilization_of_pipelines_is_of_useful_work():
@@ -176,11 +205,17 @@ def test_utilization_of_pipelines_is_of_useful_work():
         "step_s": 20.0,
         "ops_s": 19.0,
         "link_s": 0.8,
+        "full_speed_s": row.util * row.step_s,
         "parts": {"matrix": 20.0},
         "of_which": {"in bubbles": 4.0, "recomputed": 3.0},
     }
-    lines = paper_tables.summary([(row, estimate)])[:2]
-    assert lines == [
+    lines = paper_tables.summary([(row, estimate)])
+    assert lines[3:] == [
+        "with as many FLOPs as the paper's: mean error 14.5%, largest -14.5%",
+        # 20 s, with 22.2% of the step in place of 15%.
+        "with as much recomputed as in the paper: mean error 6.6%, largest -6.6%",
+    ]
+    assert lines[:2] == [
         "bubbles of 8x8x4: 16.5% of the step in the paper, 20.0% ours",
         "recomputation of 8x8x4: 22.2% of the step in the paper, 15.0% ours",
     ]
@@ -203,28 +238,40 @@ def test_calibration_finds_what_made_the_times():
     fit = paper_tables.calibrate(exact)
     assert fit.efficiency == pytest.approx(0.5)
     assert fit.left_out == pytest.approx([0, 0, 0], abs=1e-12)
+    assert fit.table_left_out == ()  # All are of one.
     # One row that is not like the others is off when they alone are calibrated on.
     odd = (exact[0][0], {"ops_s": 2, "link_s": 2})
     fit = paper_tables.calibrate([odd, *exact[1:]])
     assert fit.left_out[0] == pytest.approx((2 + 2 / 0.5) / 4 - 1)
+    # A row beside two of another table: it is estimated by theirs, and they by its own.
+    other = (dataclasses.replace(odd[0], table="2"), odd[1])
+    fit = paper_tables.calibrate([other, *exact[1:]])
+    assert fit.table_left_out[0] == pytest.approx(fit.left_out[0])
+    assert fit.table_left_out[1:] == pytest.approx([(3 + 0.5) / 4 - 1, (1 + 4) / 9 - 1])
 
 
-def test_the_error_bar_is_that_of_rows_left_out():
+def test_the_error_bars_are_those_of_rows_left_out():
     kept = kept_rows()
-    rows = [row for row in ROWS if row.table in CALIBRATED]
-    pairs = [(row, kept[row.table, row.name]["ours"]) for row in rows]
+    fitted = [row for row in ROWS if row.table in CALIBRATED]
+    pairs = [(row, kept[row.table, row.name]["ours"]) for row in fitted]
     fit = paper_tables.calibrate(pairs)
     assert fit.efficiency == pytest.approx(LINK_EFFICIENCY, abs=0.005)
-    errors = [abs(error) for error in fit.left_out]
-    assert sum(errors) / len(errors) == pytest.approx(step_time.MEAN_ERROR, abs=5e-4)
-    assert max(errors) == pytest.approx(step_time.WORST_ERROR, abs=5e-4)
-    assert {topology(row.topology).kind.name for row in rows} == {
-        step_time.CALIBRATED_KIND
-    }
+    errors = {ModelKind.DENSE: [abs(error) for error in fit.left_out]}
+    for row in GSPMD_ROWS:
+        ours = kept[row.table, row.name]["ours"]
+        if row not in fitted and ours["fits"]:
+            error = abs(ours["step_s"] / row.step_s - 1)
+            errors.setdefault(KINDS[row.table], []).append(error)
+    assert set(errors) == set(STEP_ERRORS)
+    for kind, error in STEP_ERRORS.items():
+        assert len(errors[kind]) == error.steps, kind
+        assert statistics.mean(errors[kind]) == pytest.approx(error.mean, abs=5e-4)
+        assert max(errors[kind]) == pytest.approx(error.worst, abs=5e-4), kind
+    assert {topology(row.topology).kind.name for row in GSPMD_ROWS} == {MEASURED_KIND}
 
 
 # How far a row's step time may be from the paper's: see docs/planning.md.
-STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.12, "5": 0.17, "6": 0.35, "7": 0.15, "8": 0.1}
+STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.12, "5": 0.17, "6": 0.15, "7": 0.15, "8": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,31 @@
-"""The stacks of a task: where equal layers are repeated, in a loop or in a pipeline."""
+"""The stacks of a task: where equal layers are repeated, in a loop or in a pipeline.
+
+And what kind of model it is, by its layers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from meshwright.framework.compiler.hlo.step_errors import ModelKind
+from meshwright.layers.conformer import ConformerLayer
+from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.layers.experts.moe import MoE
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
+from meshwright.layers.transformer import TransformerLayer
 
 Stack = Repeat | Pipeline
+
+# The first that a task has among its layers.
+_KINDS = {
+    UNet3D: ModelKind.UNET,
+    ConformerLayer: ModelKind.CONFORMER,
+    MoE: ModelKind.EXPERTS,
+    TransformerLayer: ModelKind.DENSE,
+}
 
 
 def stacks(task: Any) -> dict[str, Stack]:
@@ -55,3 +71,25 @@ def map_stacks(task: Any, fn: Callable[[str, Stack], Any], path: str = "") -> An
         if new is not value and new != value:
             changed[field.name] = new
     return dataclasses.replace(task, **changed) if changed else task
+
+
+def model_kind(task: Any) -> ModelKind | None:
+    """The kind of a task's model; None if the GSPMD paper measured none like it."""
+    found = {type(part) for part in _parts(task)}
+    kind = next((kind for layer, kind in _KINDS.items() if layer in found), None)
+    if kind is ModelKind.DENSE and Pipeline in found:
+        return ModelKind.PIPELINED
+    return kind
+
+
+def _parts(task: Any) -> Iterator[Any]:
+    """A task or layer, and all inside it."""
+    if isinstance(task, (list, tuple)):
+        inside = list(task)
+    elif dataclasses.is_dataclass(task) and not isinstance(task, type):
+        yield task
+        inside = [getattr(task, field.name) for field in dataclasses.fields(task)]
+    else:
+        return
+    for value in inside:
+        yield from _parts(value)

@@ -20,12 +20,12 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, breakdown
 from meshwright.framework.compiler.hlo.out_of_memory import Allocation
-from meshwright.framework.compiler.hlo.step_time import (
-    CALIBRATED_KIND,
-    MEAN_ERROR,
-    WORST_ERROR,
-    WORST_OF_ALL,
+from meshwright.framework.compiler.hlo.step_errors import (
+    ALL_STEPS,
+    MEASURED_KIND,
+    STEP_ERRORS,
 )
+from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.planning import CompileReport
 
@@ -206,11 +206,17 @@ def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
         }
 
 
-def _step_error(report: CompileReport) -> dict[str, float] | None:
-    """Relative errors; None where no measured step was ever compared."""
-    if report.time is None or report.pod.kind.name != CALIBRATED_KIND:
+def _step_error(report: CompileReport) -> dict[str, Any] | None:
+    """Relative errors of models like this one; None where none was ever measured."""
+    if report.time is None or report.pod.kind.name != MEASURED_KIND:
         return None
-    return {"mean": MEAN_ERROR, "worst": WORST_ERROR, "worst_of_all": WORST_OF_ALL}
+    kind = model_kind(report.experiment.task)
+    error = STEP_ERRORS.get(kind, ALL_STEPS)
+    return {
+        "kind": None if kind is None else kind.value,
+        **dataclasses.asdict(error),
+        "worst_of_all": ALL_STEPS.worst,
+    }
 
 
 def _device_order(report: CompileReport) -> dict[str, Any] | None:

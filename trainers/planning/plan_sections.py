@@ -222,12 +222,17 @@ def _error_text(document: Document) -> str:
         )
     if error is None:
         return "error unknown, as no measured step of such devices was compared"
-    least, most = (step * (1 + sign * error["worst"]) for sign in (-1, 1))
+    least, most = (seconds_text(step * (1 + sign * error["worst"])) for sign in (-1, 1))
+    worst, mean = share_text(error["worst"]), share_text(error["mean"])
+    share = f"({worst} at worst, {mean} on average)"
+    if error["kind"] is None:
+        return (
+            f"{least} to {most}, if no further off than all {error['steps']} published "
+            f"TPU v3 steps {share}, none of which is of such a model"
+        )
     return (
-        f"{seconds_text(least)} to {seconds_text(most)}, if no further off than the 13 "
-        "published TPU v3 steps to which a constant was fitted "
-        f"({share_text(error['worst'])} at worst, {share_text(error['mean'])} on "
-        "average; dense Transformers only); of all 39 published steps the worst is off "
+        f"{least} to {most}, if no further off than the {error['steps']} published TPU "
+        f"v3 steps of {error['kind']} {share}; of those of all kinds the worst is off "
         f"by {error['worst_of_all']:.0%}"
     )
 

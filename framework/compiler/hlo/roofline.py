@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 from meshwright.framework.compiler.hlo.hlo_text import (
     HloModule,
@@ -173,54 +174,65 @@ def _slowness(dtype: str) -> float:
     return {1: 0.5, 2: 1.0}.get(itemsize(dtype), 2.0)
 
 
-def moved_bytes(module: HloModule, op: Instruction) -> int:
+def moved_bytes(
+    module: HloModule, op: Instruction, *, size: Callable[[str], int] = type_bytes
+) -> int:
     """Bytes that an op reads from memory and writes to it.
 
     Of a tensor of which it reads slices, or that it updates in place, the slices count.
+
+    Args:
+      module: the op's program.
+      op: an instruction.
+      size: gives the bytes of a type's text, such as "bf16[8,128]{1,0}".
     """
-    if op.opcode == "fusion":
-        inner = module.inside[op.called[0]]
-        parameters = [part for part in inner if part.opcode == "parameter"]
-        root = next(part for part in inner if part.is_root)
-        parts = module.operands(root) if root.opcode == "tuple" else [root]
-        read = sum(_read(module, parameter) for parameter in parameters)
-        return read + sum(_written(module, part) for part in parts)
-    if op.opcode == "async-start":
-        inner = module.inside[op.called[0]]
-        return sum(moved_bytes(module, x) for x in inner if x.opcode not in _FREE)
-    written = _written(module, op)
-    if op.opcode in _SLICES or op.opcode in UPDATES:
-        return 2 * written
-    return written + sum(_size(module.by_name[name]) for name in set(op.operands))
+    return _Traffic(module, size).of(op)
 
 
-def _read(module: HloModule, parameter: Instruction) -> int:
-    """Bytes that a fusion reads of an operand: the slices, if it only takes slices.
+class _Traffic:
+    def __init__(self, module: HloModule, size: Callable[[str], int]):
+        self.module = module
+        self.size = size
 
-    It computes no more of elementwise ops than what is sliced of them.
-    """
-    total, same = 0, [parameter]
-    for op in same:
-        for user in module.users.get(op.name, ()):
-            if user.opcode in _SLICES and user.operands[0] == op.name:
-                total += math.prod(user.shape) * itemsize(parameter.dtype)
-            elif user.opcode in UPDATES and user.operands[0] == op.name:
-                continue
-            elif user.is_root or user.opcode not in _IN_ORDER:
-                return _size(parameter)
-            elif user not in same:
-                same.append(user)
-    return min(total, _size(parameter))
+    def of(self, op: Instruction) -> int:
+        module = self.module
+        if op.opcode == "fusion":
+            inner = module.inside[op.called[0]]
+            parameters = [part for part in inner if part.opcode == "parameter"]
+            root = next(part for part in inner if part.is_root)
+            parts = module.operands(root) if root.opcode == "tuple" else [root]
+            return sum(map(self.read, parameters)) + sum(map(self.written, parts))
+        if op.opcode == "async-start":
+            inner = module.inside[op.called[0]]
+            return sum(self.of(part) for part in inner if part.opcode not in _FREE)
+        written = self.written(op)
+        if op.opcode in _SLICES or op.opcode in UPDATES:
+            return 2 * written
+        operands = (module.by_name[name] for name in set(op.operands))
+        return written + sum(self.size(operand.type) for operand in operands)
 
+    def read(self, parameter: Instruction) -> int:
+        """Bytes that a fusion reads of an operand: the slices, if it only takes slices.
 
-def _written(module: HloModule, op: Instruction) -> int:
-    """Bytes that an op writes, or a fusion as this part of its result."""
-    while op.opcode == "bitcast":
-        (op,) = module.operands(op)
-    if op.opcode in UPDATES:
-        return _size(module.by_name[op.operands[UPDATES[op.opcode]]])
-    return _size(op)
+        It computes no more of elementwise ops than what is sliced of them.
+        """
+        total, same, whole = 0, [parameter], self.size(parameter.type)
+        for op in same:
+            for user in self.module.users.get(op.name, ()):
+                if user.opcode in _SLICES and user.operands[0] == op.name:
+                    total += math.prod(user.shape) * itemsize(parameter.dtype)
+                elif user.opcode in UPDATES and user.operands[0] == op.name:
+                    continue
+                elif user.is_root or user.opcode not in _IN_ORDER:
+                    return whole
+                elif user not in same:
+                    same.append(user)
+        return min(total, whole)
 
-
-def _size(op: Instruction) -> int:
-    return type_bytes(op.type)
+    def written(self, op: Instruction) -> int:
+        """Bytes that an op writes, or a fusion as this part of its result."""
+        while op.opcode == "bitcast":
+            (op,) = self.module.operands(op)
+        if op.opcode in UPDATES:
+            op = self.module.by_name[op.operands[UPDATES[op.opcode]]]
+        return self.size(op.type)

@@ -27,15 +27,6 @@ from meshwright.framework.devices.device_order import DeviceOrder
 from meshwright.framework.devices.network import Phase, TorusNetwork
 from meshwright.framework.sharding.mesh import DeviceMesh
 
-CALIBRATED_KIND = "v3"
-"""The only kind of TPU on which these step times were measured."""
-MEAN_ERROR = 0.045
-"""Mean relative error of the 13 estimates, each row left out of its calibration."""
-WORST_ERROR = 0.080
-"""The largest of the 13 errors."""
-WORST_OF_ALL = 0.32
-"""The largest relative error beside all 39 step times that the GSPMD paper measured."""
-
 # A kernel that was compiled by itself: what it takes, XLA does not know.
 _KERNEL = '"custom_call_config"'
 # An op whose operands and results alone take this share of its time waits for memory.

@@ -11,11 +11,13 @@ import types
 import numpy as np
 import pytest
 
-from meshwright.framework.compiler.hlo.step_time import (
-    MEAN_ERROR,
-    WORST_ERROR,
-    WORST_OF_ALL,
+from meshwright.framework.compiler.hlo.step_errors import (
+    ALL_STEPS,
+    STEP_ERRORS,
+    ModelKind,
 )
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_sections import sections
 from meshwright.trainers.planning.plan_text import plan_text
@@ -255,20 +257,44 @@ TIMES = {
 }
 
 
-ERROR = {"mean": MEAN_ERROR, "worst": WORST_ERROR, "worst_of_all": WORST_OF_ALL}
+def error_of(kind):
+    """The document's `step_error` for a kind of model."""
+    error = STEP_ERRORS.get(kind, ALL_STEPS)
+    return {
+        "kind": kind and kind.value,
+        "steps": error.steps,
+        "mean": error.mean,
+        "worst": error.worst,
+        "worst_of_all": ALL_STEPS.worst,
+    }
 
 
-def test_the_error_bar_of_the_step_time(planned):
-    document = planned("cpu").document | TIMES | {"step_error": ERROR}
+@pytest.mark.parametrize("kind", [*ModelKind, None])
+def test_the_error_bar_of_the_step_time(planned, kind):
+    error = error_of(kind)
+    document = planned("cpu").document | TIMES | {"step_error": error}
     page = plan_html.page(document)
-    text = (
-        "920 ms to 1.08 s, if no further off than the 13 published TPU v3 steps "
-        "to which a constant was fitted (8.0% at worst, 4.5% on average; dense "
-        "Transformers only); of all 39 published steps the worst is off by 32%"
-    )
-    assert f"1.00 s by estimate: {text}." in page
-    assert page.count("1.00 s ± 8.0%") == 3  # The head, the plot, and its text.
+    share = f"({error['worst']:.1%} at worst, {error['mean']:.1%} on average)"
+    if kind is None:
+        text = (
+            f"no further off than all 39 published TPU v3 steps {share}, none of which "
+            "is of such a model"
+        )
+    else:
+        text = (
+            f"no further off than the {error['steps']} published TPU v3 steps of "
+            f"{kind.value} {share}; of those of all kinds the worst is off by "
+            f"{ALL_STEPS.worst:.0%}"
+        )
+    assert f"{text}." in page
+    assert page.count(f"1.00 s ± {error['worst']:.1%}") == 3  # Head, plot, its text.
     assert text in " ".join(plan_text(document).split())
+
+
+def test_the_ends_of_the_error_bar(planned):
+    error = error_of(ModelKind.DENSE) | {"worst": 0.08}
+    document = planned("cpu").document | TIMES | {"step_error": error}
+    assert "1.00 s by estimate: 920 ms to 1.08 s, if no" in plan_html.page(document)
     unknown = document | {"step_error": None}
     text = "error unknown, as no measured step of such devices was compared"
     assert text in plan_html.page(unknown) and "±" not in plan_html.page(unknown)
@@ -278,14 +304,31 @@ def test_the_error_bar_of_the_step_time(planned):
 @needs.libtpu
 @pytest.mark.parametrize(("topology", "known"), [("v3:2x2", True), ("v5e:2x4", False)])
 def test_the_error_is_known_where_steps_were_measured(planned, topology, known):
-    assert planned(topology).document["step_error"] == (ERROR if known else None)
+    dense = error_of(ModelKind.DENSE)
+    assert planned(topology).document["step_error"] == (dense if known else None)
 
 
-def test_the_docs_tell_of_the_same_error():
+@pytest.mark.parametrize(
+    ("gin_file", "kind"),
+    [
+        ("lm/stdlib_tiny.gin", ModelKind.DENSE),
+        ("paper/gshard.gin", ModelKind.EXPERTS),
+        ("paper/wus_resnet_32.gin", None),
+        ("paper/wus_ncf_32.gin", None),
+    ],
+)
+def test_models_are_of_the_kind_of_their_layers(gin_file, kind):
+    """Those of the papers' tables are asked for in `test_paper_tables.py`."""
+    experiment, _ = build_experiment([gin_file], [])
+    assert model_kind(experiment.task) is kind
+
+
+def test_the_docs_tell_of_the_same_errors():
     text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
-    assert f"calibration {MEAN_ERROR:.1%} and {WORST_ERROR:.1%}" in text
-    assert f"the worst of those 13, {WORST_ERROR:.1%}, each" in text
-    assert f"; {MEAN_ERROR:.1%} is their mean" in text
+    for kind, error in STEP_ERRORS.items():
+        share = f"{error.worst:.1%} and {error.mean:.1%} ({error.steps} steps)"
+        assert f"{kind.value} {share}" in text
+    assert f"the worst of all {ALL_STEPS.steps}, {ALL_STEPS.worst:.0%}" in text
 
 
 @pytest.mark.parametrize("flag", ["html_out", "log_dir"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 # Where a script finds its neighbours.
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"))
+sys.path.append(str(pathlib.Path(__file__).parents[3] / "benchmarks" / "papers"))
 
 from benchmarks.papers import memory_plot  # noqa: E402
 

@@ -1,0 +1,58 @@
+"""How far estimated step times are from published ones, by kind of model.
+
+The steps are those of the GSPMD paper's Tables 2 to 8, on TPU v3 (docs/planning.md).
+One constant of the estimate was fitted to dense Transformers: each of their errors is
+that of a row that was left out of the fit. Rows of other kinds are in no fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+MEASURED_KIND = "v3"
+"""The only kind of TPU whose step times were compared with measured ones."""
+
+
+class ModelKind(enum.Enum):
+    """A kind of model whose steps the paper measured, by its name in texts."""
+
+    DENSE = "dense Transformers"
+    PIPELINED = "pipelined Transformers"
+    CONFORMER = "pipelined Conformers"
+    EXPERTS = "mixtures of experts"
+    UNET = "3D U-Nets"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepError:
+    """The relative errors of some published steps' estimates.
+
+    Args:
+      steps: how many steps there are.
+      mean: the mean of the errors' sizes.
+      worst: the size of the largest.
+    """
+
+    steps: int
+    mean: float
+    worst: float
+
+
+STEP_ERRORS = {
+    ModelKind.DENSE: StepError(steps=13, mean=0.045, worst=0.080),
+    ModelKind.PIPELINED: StepError(steps=5, mean=0.057, worst=0.115),
+    ModelKind.CONFORMER: StepError(steps=6, mean=0.133, worst=0.168),
+    ModelKind.EXPERTS: StepError(steps=8, mean=0.122, worst=0.243),
+    ModelKind.UNET: StepError(steps=7, mean=0.082, worst=0.313),
+}
+"""By kind; `tests/benchmarks/test_paper_tables.py` takes them from the tables' rows."""
+
+_COUNT = sum(error.steps for error in STEP_ERRORS.values())
+
+ALL_STEPS = StepError(
+    steps=_COUNT,
+    mean=sum(error.steps * error.mean for error in STEP_ERRORS.values()) / _COUNT,
+    worst=max(error.worst for error in STEP_ERRORS.values()),
+)
+"""Those of all kinds together."""
