@@ -28,7 +28,7 @@ from meshwright.framework.compiler.stablehlo.savings.precision import (
 from meshwright.framework.compiler.stablehlo.savings.products import sum_in_products
 from meshwright.framework.compiler.stablehlo.settle import settle_state
 from meshwright.framework.compiler.stablehlo.tidy import tidy
-from meshwright.framework.compiler.stablehlo.written import write_for
+from meshwright.framework.compiler.stablehlo.written import bytecode, write_for
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
@@ -43,11 +43,13 @@ class PassResults:
 
     Args:
       written: the program, written for its partitioner.
+      plain: the same as MLIR bytecode, before it was written for either.
       repairs: the ops that were laid out so that XLA's partitioner gets them right.
       updates: what was decided on weight updates; None: not requested.
     """
 
     written: Written
+    plain: bytes
     repairs: tuple[Repair, ...]
     updates: UpdateReport | None
 
@@ -108,8 +110,11 @@ def run_passes(
         device = (target.devices or jax.devices())[0]
         module.platform = fill_kernels(module.write(), device)
         # Manual regions and annotations are written as the partitioner reads them.
+        plain = bytecode(module.operation)
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
-        return PassResults(written=module.written(), repairs=repairs, updates=updates)
+        return PassResults(
+            written=module.written(), plain=plain, repairs=repairs, updates=updates
+        )
 
 
 def _refuse_unknown_sizes(module: Module) -> None:

@@ -1,0 +1,409 @@
+"""Why each tensor of a program lies where it lies, by Shardy's records.
+
+The program is completed once more, in this process, as the passes left it before it was
+written for a partitioner. GSPMD keeps no records: of a program for GSPMD this is how
+Shardy completes the same annotations, which may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+from jax.extend.mlir import ir
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.explaining.provenance import (
+    Hop,
+    Origin,
+    OriginKind,
+    Provenance,
+    TensorLayout,
+)
+from meshwright.framework.compiler.lowering.sources import (
+    PLACEHOLDER,
+    Kind,
+    Source,
+)
+from meshwright.framework.compiler.stablehlo.shardy.completed import write_for_shardy
+from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
+from meshwright.framework.compiler.stablehlo.shardy.recorded import (
+    EDGE,
+    SELF,
+    Arrival,
+    Place,
+    Recorded,
+    Result,
+)
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    NUMBER,
+    WHILE,
+    Blame,
+    dtype_of,
+    is_annotation,
+    op_name,
+    shape_of,
+    short_name,
+    walk,
+    with_sharding,
+)
+from meshwright.framework.compiler.weight_update_sharding.carried_state import trips
+from meshwright.framework.compiler.xla.jax_bridge import ir_context
+from meshwright.framework.compiler.xla.mesh_program import Written
+from meshwright.framework.sharding.sharding import Sharding
+
+_NO_TENSOR = frozenset({"XLA_Args", "XLA_Retvals", "?"})
+_NAMELESS = (EDGE, "stablehlo.constant", "sdy.constant", WHILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """A tensor of a program before it is completed.
+
+    Args:
+      kind: argument, result, or inside.
+      number: of the argument, the result, or the op in the order of the module.
+      result: number of the op's result.
+    """
+
+    kind: Kind
+    number: int
+    result: int = 0
+
+
+class Reasons:
+    """A program, completed in this process, with the reason of each axis.
+
+    Args:
+      written: the program, written for its partitioner.
+      plain: the same as MLIR bytecode, before it was written for either.
+      changes: shardings that tensors get in the place of their own: None takes an
+        annotation away, and leaves an argument or a result to completion.
+
+    Raises:
+      LoweringError: Shardy cannot complete the program.
+    """
+
+    def __init__(
+        self,
+        written: Written,
+        plain: bytes,
+        changes: Mapping[Spot, Sharding | None] | None = None,
+    ):
+        self.written, self.plain = written, plain
+        self.mesh, self.sources = written.mesh, written.signature.sources
+        self._borders = {
+            Kind.ARGUMENT: [form and form.border for form in written.in_forms],
+            Kind.RESULT: [form and form.border for form in written.out_forms],
+        }
+        self._context = ir_context()
+        with self.opened():
+            module = ir.Module.parse(plain).operation
+            ops = dict(enumerate(op for op in walk(module) if len(op.results)))
+            number = ir.IntegerType.get_signless(32)
+            for place, op in ops.items():
+                op.attributes[NUMBER] = ir.IntegerAttr.get(number, place)
+            self.trips = {
+                place: trips(op) for place, op in ops.items() if op.name == WHILE
+            }
+            for spot, sharding in (changes or {}).items():
+                self._change(ops, spot, sharding)
+            blame = Blame(written.signature.name, self.sources)
+            write_for_shardy(blame, module, self.mesh, *self._borders.values())
+            self.recorded = Recorded(blame, module, self.mesh)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Enters the MLIR context of the completed module."""
+        with self._context, ir.Location.unknown():
+            yield
+
+    def changed(self, changes: Mapping[Spot, Sharding | None]) -> Reasons:
+        """The same program with other annotations."""
+        return Reasons(self.written, self.plain, changes)
+
+    def _change(self, ops, spot: Spot, sharding: Sharding | None) -> None:
+        if spot.kind is not Kind.INSIDE:
+            self._borders[spot.kind][spot.number] = sharding
+            return
+        op = ops[spot.number]
+        value = op.operands[0] if is_annotation(op) else op.results[spot.result]
+        if sharding is not None:
+            with ir.InsertionPoint.after(op), op.location:
+                annotated = with_sharding(value, sharding)
+            if is_annotation(op):
+                annotated.owner.attributes[NUMBER] = op.attributes[NUMBER]
+            value, before = annotated, op.results[spot.result]
+            before.replace_all_uses_except(annotated, annotated.owner)
+        elif is_annotation(op):
+            op.results[0].replace_all_uses_with(value)
+        if is_annotation(op):
+            op.erase()
+
+    # What tensors there are.
+
+    @functools.cached_property
+    def _places(self) -> dict[TensorLayout, tuple[Place, Spot]]:
+        with self.opened():
+            return {
+                layout: (place, spot) for layout, place, spot in self._layouts()
+            }
+
+    @property
+    def tensors(self) -> tuple[TensorLayout, ...]:
+        """The tensors: arguments and results, then one of each TF op, in order."""
+        return tuple(self._places)
+
+    def spot(self, tensor: TensorLayout) -> Spot:
+        """Where a tensor is in the program before it is completed."""
+        return self._places[tensor][1]
+
+    def place(self, tensor: TensorLayout) -> Place:
+        """Where a tensor is in the completed module."""
+        return self._places[tensor][0]
+
+    def _layouts(self) -> Iterator[tuple[TensorLayout, Place, Spot]]:
+        main = self.recorded.main
+        arguments = main.regions[0].blocks[0].arguments
+        for number, value in enumerate(arguments):
+            spot = Spot(Kind.ARGUMENT, number)
+            yield self._border(spot, value), value, spot
+        for number, value in enumerate(self.recorded.returned):
+            spot = Spot(Kind.RESULT, number)
+            yield self._border(spot, value), Result(number), spot
+        by_name: dict[str, list[ir.Value]] = {}
+        for op in walk(main):
+            name = op_name(op)
+            if NUMBER in op.attributes and op.name not in _NAMELESS:
+                by_name.setdefault(name, []).extend(op.results)
+        for name, values in by_name.items():
+            if name not in _NO_TENSOR:
+                yield self._inside(name, values)
+
+    def _border(self, spot: Spot, value: ir.Value) -> TensorLayout:
+        place = value if spot.kind is Kind.ARGUMENT else Result(spot.number)
+        return TensorLayout(
+            kind=spot.kind,
+            name=self._paths[spot.kind][spot.number],
+            layer="",
+            file="",
+            line=0,
+            shape=shape_of(value),
+            dtype=dtype_of(value),
+            sharding=self.sharding(place),
+        )
+
+    def _inside(self, name, values) -> tuple[TensorLayout, Place, Spot]:
+        """The tensor of a TF op, as `explain` chooses it among the op's values."""
+        values = [v for v in values if isinstance(v.type, ir.RankedTensorType)] or values
+        value = max(values, key=lambda v: _size(shape_of(v)))
+        source = self.sources.find(name, shape_of(value))
+        own = [v for v in values if source is not None and shape_of(v) in source.shapes]
+        value = own[-1] if own else value
+        place, op = self.recorded.place(value), value.owner
+        number = ir.IntegerAttr(op.attributes[NUMBER]).value
+        layout = TensorLayout(
+            kind=Kind.INSIDE,
+            name=name,
+            **_made(source),
+            shape=shape_of(value),
+            dtype=dtype_of(value),
+            sharding=self.sharding(place),
+        )
+        return layout, place, Spot(Kind.INSIDE, number, value.result_number)
+
+    @functools.cached_property
+    def _paths(self) -> dict[Kind, list[str]]:
+        signature, paths = self.written.signature, {}
+        for kind, specs in (
+            (Kind.ARGUMENT, signature.inputs),
+            (Kind.RESULT, signature.outputs),
+        ):
+            pairs = nest.flatten_with_joined_string_paths(specs, separator=".")
+            paths[kind] = [path or kind.value for path, _ in pairs]
+        return paths
+
+    # Where axes come from. The rest is called within `opened`.
+
+    def sharding(self, place: Place) -> Sharding:
+        """The sharding of a place of the completed module."""
+        completed = self.recorded.sharding(place)
+        is_result = isinstance(place, Result)
+        value = self.recorded.returned[place.number] if is_result else place
+        manual = () if is_result else _manual(value)
+        if completed is None:
+            dims = ((),) * len(shape_of(value))
+        else:
+            dims = tuple(
+                tuple(axis for axis in axes if axis not in manual)
+                for axes in completed.dims
+            )
+        return Sharding(self.mesh, dims, manual=manual)
+
+    def shape(self, place: Place) -> tuple[int, ...]:
+        """The shape of a place's tensor."""
+        if isinstance(place, Result):
+            return shape_of(self.recorded.returned[place.number])
+        return shape_of(place)
+
+    def name_of(self, place: Place) -> str:
+        """The name of a place's tensor, as `TensorLayout` has it."""
+        if isinstance(place, Result):
+            return self._paths[Kind.RESULT][place.number]
+        if isinstance(place.owner, ir.Block):
+            return self._paths[Kind.ARGUMENT][place.arg_number]
+        return op_name(_maker(place))
+
+    def provenances(self, place: Place) -> tuple[Provenance, ...]:
+        """Of each axis that splits a place, in the order of the dims."""
+        return tuple(
+            self.provenance(place, axis, dim)
+            for dim, axes in enumerate(self.sharding(place).dims)
+            for axis in axes
+        )
+
+    def provenance(self, place: Place, axis: str, dim: int) -> Provenance:
+        """Of an axis that splits a dim of a place."""
+        arrivals: list[Arrival] = []
+        at = place
+        while (name := self._origin_name(at, axis)) != SELF and not self._asks(at, axis):
+            before = arrivals[-1].step if arrivals else None
+            arrival = self._arrival(at, axis, before)
+            if arrival is None:
+                break
+            arrivals.append(arrival)
+            at = arrival.source
+        is_here = name == SELF or self._asks(at, axis)
+        origin = self._origin_at(at) if is_here else self._origin_of(name)
+        hops = tuple(map(self._hop, reversed(arrivals)))
+        return Provenance(axis=axis, dim=dim, origin=origin, way=hops)
+
+    def _asks(self, place: Place, axis: str) -> bool:
+        """Whether an argument or a result was given a sharding with this axis.
+
+        Shardy says that it comes from an annotation next to it that agrees.
+        """
+        border = self.border(place)
+        return border is not None and any(axis in axes for axes in border.dims)
+
+    def border(self, place: Place) -> Sharding | None:
+        """The sharding that an argument or a result was given; None for others."""
+        if isinstance(place, Result):
+            return self._borders[Kind.RESULT][place.number]
+        if place.owner == self.recorded.main.regions[0].blocks[0]:
+            return self._borders[Kind.ARGUMENT][place.arg_number]
+        return None
+
+    def _origin_name(self, place: Place, axis: str) -> str:
+        names = self.recorded.origins(place)
+        if axis in names:
+            return names[axis]
+        entire = self.mesh.part(axis).axis
+        return next(n for a, n in names.items() if self.mesh.part(a).axis == entire)
+
+    def _arrival(self, place: Place, axis: str, before: int | None) -> Arrival | None:
+        entire = self.mesh.part(axis).axis
+        came = [
+            arrival
+            for other, arrival in self.recorded.arrivals.get(place, ())
+            if (before is None or arrival.step < before)
+            and self.mesh.part(other).axis == entire
+        ]
+        return came[0] if came else None
+
+    def _hop(self, arrival: Arrival) -> Hop:
+        op = arrival.op
+        source = self.sources.find(op_name(op))
+        is_main = op == self.recorded.main
+        return Hop(
+            step=arrival.step,
+            op="return" if is_main else short_name(op),
+            op_name="" if is_main else op_name(op),
+            file=source.file if source and not is_main else "",
+            line=source.line if source and not is_main else 0,
+            direction=arrival.direction,
+        )
+
+    def _origin_of(self, name: str) -> Origin:
+        """By Shardy's name: `constraint_3`, `input: 0`, `output: 1`, `mc_0_input: 2`."""
+        maker, _, number = name.partition(": ")
+        if maker == "input":
+            arguments = self.recorded.main.regions[0].blocks[0].arguments
+            return self._origin_at(arguments[int(number)])
+        if maker == "output":
+            return self._origin_at(Result(int(number)))
+        region, _, side = maker.rpartition("_")
+        if side in ("input", "output") and region in self.recorded.makers:
+            op = self.recorded.makers[region]
+            block = op.regions[0].blocks[0].arguments
+            values = block if side == "input" else op.results
+            return self._origin_at(self.recorded.place(values[int(number)]))
+        return self._origin_at(self.recorded.makers[name].results[0])
+
+    def _origin_at(self, place: Place) -> Origin:
+        """The origin that a place itself is."""
+        main = self.recorded.main
+        if isinstance(place, Result):
+            return self._border_origin(Kind.RESULT, place.number)
+        owner = place.owner
+        if isinstance(owner, ir.Block):
+            return self._border_origin(Kind.ARGUMENT, place.arg_number)
+        kind, name = OriginKind.COMPILER, op_name(_maker(place))
+        source = self.sources.find(name, shape_of(place))
+        if owner.name == EDGE:
+            kind = OriginKind.REGION
+        elif source is not None and source.annotation is not None:
+            kind = OriginKind.ANNOTATION
+        return Origin(
+            kind=kind,
+            name=name.removesuffix(f"/{PLACEHOLDER}"),
+            **_made(source),
+            sharding=self._asked(place),
+        )
+
+    def _border_origin(self, kind: Kind, number: int) -> Origin:
+        return Origin(
+            kind=OriginKind(kind.value),
+            name=self._paths[kind][number],
+            layer="",
+            file="",
+            line=0,
+            sharding=self._borders[kind][number],
+        )
+
+    def _asked(self, place: ir.Value) -> Sharding:
+        asked = self.recorded.sharding(place)
+        if place.owner.name == EDGE:  # Inside the region manual axes are not seen.
+            asked = self.recorded.at_region(place.owner.operands[0])
+        return Sharding(self.mesh, asked.dims, asked.unspecified)
+
+
+def _made(source: Source | None) -> dict:
+    return {
+        "layer": source.layer if source else "",
+        "file": source.file if source else "",
+        "line": source.line if source else 0,
+    }
+
+
+def _maker(place: ir.Value) -> ir.Operation:
+    """The op that makes a value, or holds the region that it is an argument of."""
+    owner = place.owner
+    if owner.name != EDGE:
+        return owner
+    owner = owner.operands[0].owner
+    return owner.owner.operation if isinstance(owner, ir.Block) else owner
+
+
+def _manual(value: ir.Value) -> tuple[str, ...]:
+    owner = value.owner
+    return manual_axes(owner.owner if isinstance(owner, ir.Block) else owner.parent)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for count in shape:
+        size *= count
+    return size
