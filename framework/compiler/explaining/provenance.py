@@ -20,6 +20,7 @@ class OriginKind(enum.Enum):
     ARGUMENT = "argument"
     RESULT = "result"
     REGION = "manual region"
+    ASKED = "what was asked for,"  # Of `what_if`: it is in no program.
     COMPILER = "annotation by the compiler"  # Weight-update sharding, or a repair.
 
 

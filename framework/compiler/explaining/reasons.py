@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -54,6 +55,8 @@ from meshwright.framework.compiler.xla.jax_bridge import ir_context
 from meshwright.framework.compiler.xla.mesh_program import Written
 from meshwright.framework.sharding.sharding import Sharding
 
+_ASKED = "/asked_for"
+"""Ends the name of an annotation that is in no program, see `Reasons.changed`."""
 _NO_TENSOR = frozenset({"XLA_Args", "XLA_Retvals", "?"})
 _NAMELESS = (EDGE, "stablehlo.constant", "sdy.constant", WHILE)
 
@@ -84,6 +87,7 @@ class Reasons:
 
     Raises:
       LoweringError: Shardy cannot complete the program.
+      ValueError: the mesh has one device: no tensor is split.
     """
 
     def __init__(
@@ -92,12 +96,19 @@ class Reasons:
         plain: bytes,
         changes: Mapping[Spot, Sharding | None] | None = None,
     ):
+        if written.mesh.size == 1:
+            raise ValueError(
+                f"{written.signature.name}: the mesh ({written.mesh}) has one device, "
+                "so no tensor is split and there is nothing to explain"
+            )
         self.written, self.plain = written, plain
         self.mesh, self.sources = written.mesh, written.signature.sources
         self._borders = {
             Kind.ARGUMENT: [form and form.border for form in written.in_forms],
             Kind.RESULT: [form and form.border for form in written.out_forms],
         }
+        self._shardings: dict[Place, Sharding] = {}
+        self._origins: dict[Place, Origin] = {}
         self._context = ir_context()
         with self.opened():
             module = ir.Module.parse(plain).operation
@@ -131,16 +142,53 @@ class Reasons:
         op = ops[spot.number]
         value = op.operands[0] if is_annotation(op) else op.results[spot.result]
         if sharding is not None:
-            with ir.InsertionPoint.after(op), op.location:
+            asked = ir.Location.name(op_name(op) + _ASKED)
+            with ir.InsertionPoint.after(op), op.location if is_annotation(op) else asked:
                 annotated = with_sharding(value, sharding)
             if is_annotation(op):
                 annotated.owner.attributes[NUMBER] = op.attributes[NUMBER]
             value, before = annotated, op.results[spot.result]
-            before.replace_all_uses_except(annotated, annotated.owner)
+            before.replace_all_uses_except(annotated, annotated.owner.operation)
         elif is_annotation(op):
             op.results[0].replace_all_uses_with(value)
         if is_annotation(op):
             op.erase()
+
+    @property
+    def name(self) -> str:
+        """The program's name."""
+        return self.written.signature.name
+
+    def find(self, target: str) -> list[TensorLayout]:
+        """The tensors of a name, a line of code or a layer.
+
+        Args:
+          target: the name that `explain` gives a tensor, or its last parts; a line, such
+            as "linear.py:12"; or a layer, such as "stack.dense".
+
+        Raises:
+          ValueError: there are none; the message has the nearest names.
+        """
+        for matches in (
+            lambda t: target in (t.name, f"{t.kind.value} {t.name}"),
+            lambda t: t.name.endswith((f"/{target}", f".{target}")),
+            lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
+            lambda t: f"/{t.file}:{t.line}".endswith(f"/{target.lstrip('/')}"),
+        ):
+            if found := [tensor for tensor in self.tensors if matches(tensor)]:
+                return found
+        names = dict.fromkeys(
+            name for t in self.tensors for name in (t.name, t.source, t.layer) if name
+        )
+        # Of long names the last part is what people remember.
+        ends = {name: name for name in names} | {n.split("/")[-1]: n for n in names}
+        near = difflib.get_close_matches(target, ends, 4, cutoff=0.4)
+        near = dict.fromkeys(ends[name] for name in near)
+        hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
+        raise ValueError(
+            f"{self.name} has no tensor, line or layer {target!r}{hint}: explain "
+            "prints the names of all"
+        )
 
     # What tensors there are.
 
@@ -179,7 +227,7 @@ class Reasons:
             if NUMBER in op.attributes and op.name not in _NAMELESS:
                 by_name.setdefault(name, []).extend(op.results)
         for name, values in by_name.items():
-            if name not in _NO_TENSOR:
+            if name not in _NO_TENSOR and not name.endswith(_ASKED):
                 yield self._inside(name, values)
 
     def _border(self, spot: Spot, value: ir.Value) -> TensorLayout:
@@ -229,6 +277,11 @@ class Reasons:
 
     def sharding(self, place: Place) -> Sharding:
         """The sharding of a place of the completed module."""
+        if place not in self._shardings:
+            self._shardings[place] = self._read(place)
+        return self._shardings[place]
+
+    def _read(self, place: Place) -> Sharding:
         completed = self.recorded.sharding(place)
         is_result = isinstance(place, Result)
         value = self.recorded.returned[place.number] if is_result else place
@@ -249,11 +302,11 @@ class Reasons:
         return shape_of(place)
 
     def name_of(self, place: Place) -> str:
-        """The name of a place's tensor, as `TensorLayout` has it."""
+        """Names a tensor in texts: `argument 0.w`, `result loss`, `while/MatMul`."""
         if isinstance(place, Result):
-            return self._paths[Kind.RESULT][place.number]
+            return f"result {self._paths[Kind.RESULT][place.number]}"
         if isinstance(place.owner, ir.Block):
-            return self._paths[Kind.ARGUMENT][place.arg_number]
+            return f"argument {self._paths[Kind.ARGUMENT][place.arg_number]}"
         return op_name(_maker(place))
 
     def provenances(self, place: Place) -> tuple[Provenance, ...]:
@@ -344,7 +397,11 @@ class Reasons:
 
     def _origin_at(self, place: Place) -> Origin:
         """The origin that a place itself is."""
-        main = self.recorded.main
+        if place not in self._origins:
+            self._origins[place] = self._new_origin(place)
+        return self._origins[place]
+
+    def _new_origin(self, place: Place) -> Origin:
         if isinstance(place, Result):
             return self._border_origin(Kind.RESULT, place.number)
         owner = place.owner
@@ -354,6 +411,9 @@ class Reasons:
         source = self.sources.find(name, shape_of(place))
         if owner.name == EDGE:
             kind = OriginKind.REGION
+        elif name.endswith(_ASKED):
+            kind, name = OriginKind.ASKED, name.removesuffix(_ASKED)
+            source = self.sources.find(name, shape_of(place))
         elif source is not None and source.annotation is not None:
             kind = OriginKind.ANNOTATION
         return Origin(

@@ -48,7 +48,7 @@ class Propagated:
 
         `manual` are the manual axes of the regions around the value.
         """
-        attribute = _attribute_of(value)
+        attribute = attribute_of(value)
         if attribute is None:
             rank = ir.RankedTensorType(value.type).rank
             return Sharding(self.mesh, ((),) * rank, manual=manual)
@@ -101,7 +101,7 @@ def _names_of(mesh: DeviceMesh, module) -> set[str]:
     return names
 
 
-def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
+def attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
     """The sharding of a value after propagation, None if nothing splits it."""
     owner = value.owner
     if not isinstance(owner, ir.Block):

@@ -209,13 +209,27 @@ class Recorded:
                 yield self.main, str(attributes[_EDGES]), *places
 
 
+def finishing_passes() -> str:
+    """The passes of Shardy's pipeline after propagation, up to explicit reshards.
+
+    They also put sums behind the ops that leave them to be added up.
+    """
+    text = _pipeline().replace("enable-full-version=false", "enable-full-version=true")
+    rest = text[text.index("}", text.index(_LAST)) + 1 :]
+    return f"builtin.module(sdy-remove-propagation-debug-info{rest}"
+
+
 def _recording() -> str:
     """The passes of Shardy's pipeline up to the end of propagation, recording."""
-    # Without a folder to write to this one does nothing, and it has no name of its own.
-    text = str(PassManager.parse(PIPELINE)).replace(",sdy-save-module", "")
+    text = _pipeline()
     for option in _QUIET:
         text = text.replace(f"{option}=false", f"{option}=true")
     return text[: text.index("}", text.index(_LAST)) + 1] + ")"
+
+
+def _pipeline() -> str:
+    # Without a folder to write to that pass does nothing, and it has no name to parse.
+    return str(PassManager.parse(PIPELINE)).replace(",sdy-save-module", "")
 
 
 def _pick(name: str, operands: list[Place], results: list[Place]) -> Place:
