@@ -16,6 +16,7 @@ from meshwright.framework.compiler.stablehlo.shardy.meetings import meetings
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import Factors
 from meshwright.framework.compiler.stablehlo.shardy.recorded import CONSTRAINT, Place
 
+
 def competitions(reasons: Reasons, place: Place) -> tuple[Competition, ...]:
     """The axes that split a tensor beside `place` by its ops, and not `place`.
 
@@ -62,9 +63,7 @@ def _between(
             )
 
 
-def _winner(
-    reasons: Reasons, place: Place, axis: str, dim: int
-) -> Provenance | None:
+def _winner(reasons: Reasons, place: Place, axis: str, dim: int) -> Provenance | None:
     """What splits the tensor by this axis along another dim, or this dim by another."""
     dims = reasons.sharding(place).dims
     for number, axes in enumerate(dims):

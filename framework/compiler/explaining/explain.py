@@ -11,6 +11,13 @@ from collections.abc import Sequence
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.explaining.explain_text import explanation_text
+from meshwright.framework.compiler.explaining.explain_why import (
+    Known,
+    elsewhere_with_reasons,
+    known,
+    with_reasons,
+)
+from meshwright.framework.compiler.explaining.provenance import Provenance, Transfer
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
 from meshwright.framework.compiler.hlo.report import collectives_of
@@ -67,6 +74,7 @@ class InsertedCollective:
         multiplied; None if a loop's are not known.
       in_loop: whether it is in the body of a loop.
       shared_by: for how many ops XLA combined it; `bytes` is for all of them.
+      between: with reasons, the shardings that it brings together.
     """
 
     kind: str
@@ -75,6 +83,7 @@ class InsertedCollective:
     times: int | None
     in_loop: bool
     shared_by: int
+    between: tuple[Transfer, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +109,7 @@ class TensorReport:
       bytes: the bytes of the full tensor.
       bytes_per_device: of one device's shard.
       collectives: inserted at its op.
+      provenances: with reasons, where its axes come from.
     """
 
     kind: Kind
@@ -117,6 +127,7 @@ class TensorReport:
     requested: Sharding | None = None
     resharded_from: Sharding | str | None = None
     collectives: tuple[InsertedCollective, ...] = ()
+    provenances: tuple[Provenance, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +164,7 @@ class Explanation:
       tensors: of all its ops; arguments and results first, then in program order.
       elsewhere: collectives that belong to no tensor of the program.
       repairs: ops that XLA's partitioner would get wrong, laid out otherwise.
+      has_reasons: whether it tells where axes and collectives come from.
     """
 
     name: str
@@ -162,6 +174,7 @@ class Explanation:
     elsewhere: tuple[InsertedCollective, ...]
     _rematerialized: tuple[RematerializedTensor, ...]
     repairs: tuple[Repair, ...] = ()
+    has_reasons: bool = False
 
     def replicated(self, at_least: int = 0) -> list[TensorReport]:
         """The tensors of `at_least` bytes that no axis splits, largest first."""
@@ -182,19 +195,28 @@ class Explanation:
         """
         return sorted(self._rematerialized, key=lambda tensor: -tensor.bytes)
 
-    def text(self, *, match: str = "", at_least: int = 0) -> str:
+    def text(self, *, match: str = "", at_least: int = 0, axis: str = "") -> str:
         """A part of `str(self)`: see `explanation_text`."""
-        return explanation_text(self, match=match, at_least=at_least)
+        return explanation_text(self, match=match, at_least=at_least, axis=axis)
+
+    def known(self) -> Known:
+        """With reasons, of how many axes that split tensors the reason is known."""
+        return known(self.tensors)
 
     def __str__(self) -> str:
         return explanation_text(self)
 
 
-def explain(program: Program) -> Explanation:
+def explain(program: Program, *, reasons: bool = False) -> Explanation:
     """Reports what completion and the partitioner decided about a program.
 
     The program is compiled once more, if possible without the backend's own
     optimizations (the default job: 3 s). Collectives are those of the compiled program.
+
+    Args:
+      program: the program.
+      reasons: whether to tell for each axis which annotation, argument or result it
+        comes from, and for each collective what it brings together.
 
     Raises:
       LoweringError: XLA used another partitioner than requested.
@@ -207,17 +229,23 @@ def explain(program: Program) -> Explanation:
     # With several results the root is a tuple, and no op's own tensor.
     root_why = {root.name: results[0].why_replicated} if root.dtype else {}
     report = _Report(completion, program.sources, at, root_why)
+    tensors = (*arguments, *results, *report.tensors())
+    elsewhere = (*elsewhere, *report.unclaimed())
+    if reasons:
+        elsewhere = elsewhere_with_reasons(elsewhere, tensors, program.reasons)
+        tensors = with_reasons(tensors, program.reasons)
     return Explanation(
         name=program.name,
         mesh=program.mesh,
         partitioner=program.partitioner.value,
-        tensors=(*arguments, *results, *report.tensors()),
-        elsewhere=tuple(elsewhere + report.unclaimed()),
+        tensors=tensors,
+        elsewhere=elsewhere,
         _rematerialized=tuple(
             _rematerialized(tensor, program.sources)
             for tensor in completion.rematerializations()
         ),
         repairs=program.repairs,
+        has_reasons=reasons,
     )
 
 

@@ -142,8 +142,10 @@ class Reasons:
         op = ops[spot.number]
         value = op.operands[0] if is_annotation(op) else op.results[spot.result]
         if sharding is not None:
-            asked = ir.Location.name(op_name(op) + _ASKED)
-            with ir.InsertionPoint.after(op), op.location if is_annotation(op) else asked:
+            location = op.location
+            if not is_annotation(op):
+                location = ir.Location.name(op_name(op) + _ASKED)
+            with ir.InsertionPoint.after(op), location:
                 annotated = with_sharding(value, sharding)
             if is_annotation(op):
                 annotated.owner.attributes[NUMBER] = op.attributes[NUMBER]
@@ -163,8 +165,8 @@ class Reasons:
         """The tensors of a name, a line of code or a layer.
 
         Args:
-          target: the name that `explain` gives a tensor, or its last parts; a line, such
-            as "linear.py:12"; or a layer, such as "stack.dense".
+          target: the name that `explain` gives a tensor, or its last parts; a line,
+            such as "linear.py:12"; or a layer, such as "stack.dense".
 
         Raises:
           ValueError: there are none; the message has the nearest names.
@@ -195,9 +197,7 @@ class Reasons:
     @functools.cached_property
     def _places(self) -> dict[TensorLayout, tuple[Place, Spot]]:
         with self.opened():
-            return {
-                layout: (place, spot) for layout, place, spot in self._layouts()
-            }
+            return {layout: (place, spot) for layout, place, spot in self._layouts()}
 
     @property
     def tensors(self) -> tuple[TensorLayout, ...]:
@@ -225,9 +225,11 @@ class Reasons:
         for op in walk(main):
             name = op_name(op)
             if NUMBER in op.attributes and op.name not in _NAMELESS:
-                by_name.setdefault(name, []).extend(op.results)
+                by_name.setdefault(name, []).extend(
+                    v for v in op.results if isinstance(v.type, ir.RankedTensorType)
+                )
         for name, values in by_name.items():
-            if name not in _NO_TENSOR and not name.endswith(_ASKED):
+            if values and name not in _NO_TENSOR and not name.endswith(_ASKED):
                 yield self._inside(name, values)
 
     def _border(self, spot: Spot, value: ir.Value) -> TensorLayout:
@@ -245,7 +247,6 @@ class Reasons:
 
     def _inside(self, name, values) -> tuple[TensorLayout, Place, Spot]:
         """The tensor of a TF op, as `explain` chooses it among the op's values."""
-        values = [v for v in values if isinstance(v.type, ir.RankedTensorType)] or values
         value = max(values, key=lambda v: _size(shape_of(v)))
         source = self.sources.find(name, shape_of(value))
         own = [v for v in values if source is not None and shape_of(v) in source.shapes]
@@ -321,10 +322,10 @@ class Reasons:
         """Of an axis that splits a dim of a place."""
         arrivals: list[Arrival] = []
         at = place
-        while (name := self._origin_name(at, axis)) != SELF and not self._asks(at, axis):
+        while (name := self._origin_name(at, axis)) != SELF:
             before = arrivals[-1].step if arrivals else None
             arrival = self._arrival(at, axis, before)
-            if arrival is None:
+            if arrival is None or self._asks(at, axis):
                 break
             arrivals.append(arrival)
             at = arrival.source
@@ -380,7 +381,7 @@ class Reasons:
         )
 
     def _origin_of(self, name: str) -> Origin:
-        """By Shardy's name: `constraint_3`, `input: 0`, `output: 1`, `mc_0_input: 2`."""
+        """By Shardy's name: `constraint_3`, `input: 0`, `mc_0_output: 1`."""
         maker, _, number = name.partition(": ")
         if maker == "input":
             arguments = self.recorded.main.regions[0].blocks[0].arguments

@@ -19,7 +19,6 @@ from jaxlib.mlir.passmanager import PassManager
 from meshwright.framework.compiler.explaining.provenance import Origin, Transfer
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
-from meshwright.framework.compiler.stablehlo.constraints import SHARDING_ATTRIBUTE
 from meshwright.framework.compiler.stablehlo.shardy.meetings import reading
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import FactorKind, rule_of
 from meshwright.framework.compiler.stablehlo.shardy.propagation import (
@@ -239,7 +238,7 @@ class _Finished:
         )
 
     def _reader(self, use) -> str:
-        """The name of the op that reads a value; of the end of a region its holder's."""
+        """The name of the op that reads a value; at a region's end its holder's."""
         reader = use.owner.operation
         if reader.name.split(".")[-1] != "return":
             return op_name(reader)

@@ -56,10 +56,12 @@ def what_if(
     reasons = program.reasons
     links = None if topology is None else Links(reasons.mesh, topology)
     changes: dict[Spot, Sharding | None] = {}
+    texts = []
     for name, asked in shardings.items():
         tensor = _only(reasons, name)
-        changes[reasons.spot(tensor)] = _sharding(reasons, tensor, asked)
-    texts = (f"{name} {changes[reasons.spot(_only(reasons, name))]}" for name in shardings)
+        sharding = _sharding(reasons, tensor, asked)
+        changes[reasons.spot(tensor)] = sharding
+        texts.append(f"{name} {sharding or 'left to completion'}")
     return compare(
         (reasons.name, reasons),
         (f"with {', '.join(texts)}", reasons.changed(changes)),
@@ -83,7 +85,7 @@ def _only(reasons: Reasons, name: str) -> TensorLayout:
     if len(found) > 1:
         names = ", ".join(repr(tensor.name) for tensor in found[:6])
         raise ValueError(
-            f"{reasons.name} has {len(found)} tensors {name!r}: {names}; name one of them"
+            f"{reasons.name} has {len(found)} tensors {name!r}: {names}; name one"
         )
     return found[0]
 

@@ -126,9 +126,7 @@ def _reason(
         tensor=tensor,
         provenances=tuple(p for p in reasons.provenances(place) if asked([p.axis])),
         competitions=tuple(c for c in competitions(reasons, place) if asked([c.axis])),
-        transfers=tuple(
-            t for t in sent if name in (t.at, t.tensor) and asked(t.axes)
-        ),
+        transfers=tuple(t for t in sent if name in (t.at, t.tensor) and asked(t.axes)),
     )
 
 
@@ -149,7 +147,7 @@ def _shortened(way: Sequence[Hop]) -> list[Hop | str]:
 def competition_lines(competition: Competition) -> Iterator[str]:
     """Which axis did not come, what came in its place, and what decided."""
     c = competition
-    yield f"  {c.axis} splits {c.neighbor} beside it at {c.at}, which would be dim {c.dim}"
+    yield f"  {c.axis} on dim {c.dim} splits {c.neighbor} beside it, at {c.at}"
     yield f"      it is from {c.loser.origin}{_step(c.loser)}"
     if c.winner is not None:
         won = f"{c.winner.axis} on dim {c.winner.dim}"

@@ -1,8 +1,8 @@
 """Shardy's propagation with its records: where each axis of each value comes from.
 
-Shardy can note at every value the origin of each axis, and at every op which tensor gave
-an axis to which others, in which step. The passes are those of its bundled pipeline, in
-its order, up to the end of propagation; the bundle itself has no option to record.
+Shardy can note at every value the origin of each axis, and at every op which tensor
+gave an axis to which others, in which step. The passes are those of its bundled
+pipeline, in its order, up to the end of propagation; the bundle itself cannot record.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ _LAST = "sdy-user-priority-propagate"
 _QUIET = ("debug-propagation-edge-sharding", "debug-sharding-origins")
 _AXIS = r'"?(?P<axis>[\w-]+)"?(?P<part>:\(\d+\)\d+)?"?'
 _STEP = re.compile(r"step-(?P<step>\d+) = \[(?P<moves>(?:\{[^}]*\}(?:, )?)*)\]")
-_MOVE = re.compile(
-    rf"\{{{_AXIS} = (?P<source>[\w-]+) -> \[(?P<targets>[^\]]*)\]\}}"
-)
+_MOVE = re.compile(rf"\{{{_AXIS} = (?P<source>[\w-]+) -> \[(?P<targets>[^\]]*)\]\}}")
 _ORIGIN = re.compile(rf'{_AXIS} = "(?P<name>[^"]*)"')
 
 
@@ -140,11 +138,12 @@ class Recorded:
     def origins(self, place: Place) -> dict[str, str]:
         """By axis Shardy's name of the origin: `self` where it begins here."""
         text = str(_attribute(place, self.main, _ORIGINS) or "")
-        if isinstance(place, ir.Value) and not isinstance(place.owner, ir.Block):
-            if place.owner.name not in (CONSTRAINT, EDGE):
-                texts = re.findall(r"\{[^{}]*\}", text)
-                text = texts[place.result_number] if texts else ""
-        return {m["axis"] + (m["part"] or ""): m["name"] for m in _ORIGIN.finditer(text)}
+        is_op = isinstance(place, ir.Value) and not isinstance(place.owner, ir.Block)
+        if is_op and place.owner.name not in (CONSTRAINT, EDGE):
+            texts = re.findall(r"\{[^{}]*\}", text)
+            text = texts[place.result_number] if texts else ""
+        found = _ORIGIN.finditer(text)
+        return {m["axis"] + (m["part"] or ""): m["name"] for m in found}
 
     def sources(self, value: ir.Value) -> tuple[ir.Operation, list[Place]]:
         """The op that makes a value by passing on others, and those others.
@@ -248,8 +247,7 @@ def _direction(source: str, target: str) -> Direction:
 def _sharding_of(place: Place, main: ir.Operation) -> sdy.TensorShardingAttr | None:
     is_op = isinstance(place, ir.Value) and not isinstance(place.owner, ir.Block)
     if is_op and place.owner.name in (CONSTRAINT, EDGE):
-        attributes = place.owner.attributes
-        return attributes["sharding"] if "sharding" in attributes else None
+        return place.owner.attributes.get("sharding")
     attribute = _attribute(place, main, SHARDING_ATTRIBUTE)
     if is_op and attribute is not None:
         return sdy.TensorShardingPerValueAttr(attribute).shardings[place.result_number]
@@ -265,7 +263,8 @@ def _attribute(place: Place, main: ir.Operation, name: str) -> ir.Attribute | No
         attributes = _each(main, "arg_attrs")[place.arg_number]
     else:
         attributes = place.owner.attributes
-    return attributes[name] if name in attributes else None
+    # A `DictAttr` has no `get`.
+    return attributes[name] if name in attributes else None  # noqa: SIM401
 
 
 def _each(main: ir.Operation, name: str) -> list[ir.DictAttr]:
