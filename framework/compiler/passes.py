@@ -43,7 +43,8 @@ class PassResults:
 
     Args:
       written: the program, written for its partitioner.
-      plain: the same as MLIR bytecode, before it was written for either.
+      plain: MLIR bytecode of the program before ops were laid out for a partitioner,
+        which tells why tensors lie where they lie.
       repairs: the ops that were laid out so that XLA's partitioner gets them right.
       updates: what was decided on weight updates; None: not requested.
     """
@@ -103,6 +104,8 @@ def run_passes(
         # Branches that devices may take differently are noted: in the compiled program
         # no collective in them may wait for devices that take another.
         module.divergent = divergent_ops(module.operation)
+        # So far axes come from annotations of the program: layouts below hide them.
+        plain = bytecode(module.operation)
         # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
         # laid out differently.
         repairs = repair(module, target, strict=strict)
@@ -110,7 +113,6 @@ def run_passes(
         device = (target.devices or jax.devices())[0]
         module.platform = fill_kernels(module.write(), device)
         # Manual regions and annotations are written as the partitioner reads them.
-        plain = bytecode(module.operation)
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
         return PassResults(
             written=module.written(), plain=plain, repairs=repairs, updates=updates

@@ -59,7 +59,7 @@ def _between(
                 neighbor=reasons.name_of(beside),
                 loser=loser,
                 winner=winner,
-                decided=_decided(reasons, place, axis, dim, winner, loser),
+                decided=_decided(reasons, place, axis, dim, winner, loser, at),
             )
 
 
@@ -79,15 +79,19 @@ def _decided(
     dim: int,
     winner: Provenance | None,
     loser: Provenance,
+    at: str,
 ) -> Decided:
     is_constraint = isinstance(place, ir.Value) and (
         not isinstance(place.owner, ir.Block) and place.owner.name == CONSTRAINT
     )
     if is_constraint or reasons.border(place) is not None:
         return Decided.ANNOTATED
-    if winner is not None and winner.step < loser.step:
-        return Decided.EARLIER
+    if winner is not None:
+        # What came by another op was there before this op could pass the loser on.
+        by_this = winner.way and winner.way[-1].op_name == at
+        earlier = not by_this or winner.step < loser.step
+        return Decided.EARLIER if earlier else Decided.AT_OP
     size, split = reasons.shape(place)[dim], reasons.sharding(place).splits()[dim]
-    if winner is None and size % (split * reasons.mesh.axis_size(axis)):
+    if size % (split * reasons.mesh.axis_size(axis)):
         return Decided.UNEVEN
     return Decided.AT_OP

@@ -6,14 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.framework.compiler.explaining.provenance import (
-    Provenance,
-    TensorLayout,
-    Transfer,
-)
+from meshwright.framework.compiler.explaining.provenance import Provenance, Transfer
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.compiler.stablehlo.shardy.recorded import Place
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -40,48 +37,50 @@ def with_reasons(
     Where XLA completed a tensor otherwise than Shardy does in this process, axes that
     only XLA's has are left without.
     """
-    layouts = {(one.kind, one.name): one for one in reasons.tensors}
+    borders = {
+        (one.kind, one.name): reasons.place(one)
+        for one in reasons.tensors
+        if one.kind is not Kind.INSIDE
+    }
     sent: dict[str, list[Transfer]] = {}
     for one in transfers(reasons):
         sent.setdefault(one.at, []).append(one)
     with reasons.opened():
-        return tuple(
-            _with_reasons(report, reasons, layouts, sent) for report in reports
-        )
-
-
-def _with_reasons(
-    report: TensorReport,
-    reasons: Reasons,
-    layouts: dict[tuple[Kind, str], TensorLayout],
-    sent: dict[str, list[Transfer]],
-) -> TensorReport:
-    layout = layouts.get((report.kind, report.op_name))
-    if layout is None:
-        return report
-    place = reasons.place(layout)
-    here = sent.get(reasons.name_of(place), ())
-    return dataclasses.replace(
-        report,
-        provenances=_provenances(report.sharding, reasons.provenances(place)),
-        collectives=tuple(
-            _between(collective, here, reasons.mesh)
-            for collective in report.collectives
-        ),
-    )
+        found = []
+        for report in reports:
+            key = (report.kind, report.op_name)
+            places = [borders[key]] if key in borders else []
+            if report.kind is Kind.INSIDE:
+                places = reasons.places(report.op_name, report.shape)
+            at = reasons.name_of(places[0]) if places else report.op_name
+            collectives = (
+                _between(collective, sent.get(at, ()), reasons.mesh)
+                for collective in report.collectives
+            )
+            found.append(
+                dataclasses.replace(
+                    report,
+                    provenances=_provenances(report.sharding, places, reasons),
+                    collectives=tuple(collectives),
+                )
+            )
+    return tuple(found)
 
 
 def _provenances(
-    sharding: Sharding | str, found: Sequence[Provenance]
+    sharding: Sharding | str, places: Sequence[Place], reasons: Reasons
 ) -> tuple[Provenance, ...]:
-    """Those of the axes that a sharding has too."""
+    """Of the axes of a sharding that one of the places has too."""
     if isinstance(sharding, str):
         return ()
-    return tuple(
-        one
-        for one in found
-        if one.dim < sharding.rank and one.axis in sharding.dims[one.dim]
-    )
+    found: dict[tuple[int, str], Provenance] = {}
+    for place in places:
+        lies = reasons.sharding(place)
+        for dim, axes in enumerate(sharding.dims):
+            for axis in axes:
+                if (dim, axis) not in found and axis in lies.dims[dim]:
+                    found[dim, axis] = reasons.provenance(place, axis, dim)
+    return tuple(found[key] for key in sorted(found))
 
 
 def _between(

@@ -105,8 +105,8 @@ class Decided(enum.Enum):
     """What decided between two axes that cannot both be had."""
 
     ANNOTATED = "the tensor's own annotation, which propagation does not change"
-    EARLIER = "the step: what comes first stays"
-    AT_OP = "the op: both were there when it was looked at"
+    EARLIER = "the order of steps: what comes first stays"
+    AT_OP = "the op, at which both were: it passes on one of them"
     UNEVEN = "the size of the dim, which it does not divide"
 
 

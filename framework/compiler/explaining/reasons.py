@@ -81,7 +81,7 @@ class Reasons:
 
     Args:
       written: the program, written for its partitioner.
-      plain: the same as MLIR bytecode, before it was written for either.
+      plain: see `PassResults`.
       changes: shardings that tensors get in the place of their own: None takes an
         annotation away, and leaves an argument or a result to completion.
 
@@ -221,16 +221,22 @@ class Reasons:
         for number, value in enumerate(self.recorded.returned):
             spot = Spot(Kind.RESULT, number)
             yield self._border(spot, value), Result(number), spot
+        for name, values in self._values.items():
+            yield self._inside(name, values)
+
+    @functools.cached_property
+    def _values(self) -> dict[str, list[ir.Value]]:
+        """By name of a TF op the values that it became."""
         by_name: dict[str, list[ir.Value]] = {}
-        for op in walk(main):
+        for op in walk(self.recorded.main):
             name = op_name(op)
-            if NUMBER in op.attributes and op.name not in _NAMELESS:
-                by_name.setdefault(name, []).extend(
+            is_named = name not in _NO_TENSOR and not name.endswith(_ASKED)
+            if is_named and NUMBER in op.attributes and op.name not in _NAMELESS:
+                values = [
                     v for v in op.results if isinstance(v.type, ir.RankedTensorType)
-                )
-        for name, values in by_name.items():
-            if values and name not in _NO_TENSOR and not name.endswith(_ASKED):
-                yield self._inside(name, values)
+                ]
+                by_name.setdefault(name, []).extend(values)
+        return {name: values for name, values in by_name.items() if values}
 
     def _border(self, spot: Spot, value: ir.Value) -> TensorLayout:
         place = value if spot.kind is Kind.ARGUMENT else Result(spot.number)
@@ -273,6 +279,11 @@ class Reasons:
             pairs = nest.flatten_with_joined_string_paths(specs, separator=".")
             paths[kind] = [path or kind.value for path, _ in pairs]
         return paths
+
+    def places(self, name: str, shape: tuple[int, ...]) -> list[Place]:
+        """Where the tensors of this shape are that a TF op became."""
+        values = self._values.get(name, ())
+        return [self.recorded.place(v) for v in values if shape_of(v) == shape]
 
     # Where axes come from. The rest is called within `opened`.
 
@@ -320,19 +331,28 @@ class Reasons:
 
     def provenance(self, place: Place, axis: str, dim: int) -> Provenance:
         """Of an axis that splits a dim of a place."""
+        trail = self.trail(place, axis)
+        begin = trail[0].source if trail else place
+        name = self._origin_name(begin, axis)
+        is_here = name == SELF or self._asks(begin, axis)
+        return Provenance(
+            axis=axis,
+            dim=dim,
+            origin=self._origin_at(begin) if is_here else self._origin_of(name),
+            way=tuple(map(self._hop, trail)),
+        )
+
+    def trail(self, place: Place, axis: str) -> list[Arrival]:
+        """How an axis came to a place, from where it begins."""
         arrivals: list[Arrival] = []
-        at = place
-        while (name := self._origin_name(at, axis)) != SELF:
+        while self._origin_name(place, axis) != SELF and not self._asks(place, axis):
             before = arrivals[-1].step if arrivals else None
-            arrival = self._arrival(at, axis, before)
-            if arrival is None or self._asks(at, axis):
+            arrival = self._arrival(place, axis, before)
+            if arrival is None:  # It begins at an annotation that is next to it.
                 break
             arrivals.append(arrival)
-            at = arrival.source
-        is_here = name == SELF or self._asks(at, axis)
-        origin = self._origin_at(at) if is_here else self._origin_of(name)
-        hops = tuple(map(self._hop, reversed(arrivals)))
-        return Provenance(axis=axis, dim=dim, origin=origin, way=hops)
+            place = arrival.source
+        return arrivals[::-1]
 
     def _asks(self, place: Place, axis: str) -> bool:
         """Whether an argument or a result was given a sharding with this axis.
@@ -340,7 +360,11 @@ class Reasons:
         Shardy says that it comes from an annotation next to it that agrees.
         """
         border = self.border(place)
-        return border is not None and any(axis in axes for axes in border.dims)
+        if border is None:
+            return False
+        return self.mesh.part(axis).axis in self.mesh.entire(
+            axis for axes in border.dims for axis in axes
+        )
 
     def border(self, place: Place) -> Sharding | None:
         """The sharding that an argument or a result was given; None for others."""
