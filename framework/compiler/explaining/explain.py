@@ -13,7 +13,6 @@ from tensorflow.python.util import nest
 from meshwright.framework.compiler.explaining.explain_text import explanation_text
 from meshwright.framework.compiler.explaining.explain_why import (
     Known,
-    elsewhere_with_reasons,
     known,
     with_reasons,
 )
@@ -25,6 +24,7 @@ from meshwright.framework.compiler.lowering.sources import (
     Kind,
     Source,
     Sources,
+    innermost_name,
     program_name,
 )
 from meshwright.framework.compiler.program import Program
@@ -232,8 +232,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
     tensors = (*arguments, *results, *report.tensors())
     elsewhere = (*elsewhere, *report.unclaimed())
     if reasons:
-        elsewhere = elsewhere_with_reasons(elsewhere, tensors, program.reasons)
-        tensors = with_reasons(tensors, program.reasons)
+        tensors, elsewhere = with_reasons(tensors, elsewhere, program.reasons)
     return Explanation(
         name=program.name,
         mesh=program.mesh,
@@ -351,7 +350,7 @@ class _Report:
         inside = _running(self.module)
         for part in self.module.instructions:
             if part.opcode not in _NO_TENSOR and part.computation in inside:
-                self.by_op[_innermost(part.op_name)].append(part)
+                self.by_op[innermost_name(part.op_name)].append(part)
 
     def tensors(self) -> list[TensorReport]:
         return [self._tensor(name, parts) for name, parts in self.by_op.items() if name]
@@ -457,12 +456,7 @@ def _combined_names(op_name: str) -> list[str]:
         names = [match[1] + part + match[3] for part in match[2].split(":")]
     else:
         names = [op_name]
-    return list(dict.fromkeys(filter(None, map(_innermost, names))))
-
-
-def _innermost(op_name: str) -> str:
-    """The TF op; of ops that XLA merged the last one, which is the innermost."""
-    return program_name(op_name.split(";")[-1])
+    return list(dict.fromkeys(filter(None, map(innermost_name, names))))
 
 
 def _product(trips: Sequence[int | None]) -> int | None:

@@ -30,41 +30,56 @@ class Known:
 
 
 def with_reasons(
-    reports: Sequence[TensorReport], reasons: Reasons
-) -> tuple[TensorReport, ...]:
-    """The reports, with the provenance of axes and what collectives bring together.
+    reports: Sequence[TensorReport],
+    elsewhere: Sequence[InsertedCollective],
+    reasons: Reasons,
+) -> tuple[tuple[TensorReport, ...], tuple[InsertedCollective, ...]]:
+    """Reports with the provenance of axes, and with what collectives bring together.
 
     Where XLA completed a tensor otherwise than Shardy does in this process, axes that
-    only XLA's has are left without.
+    only XLA's has are left without. Of a collective at no tensor, what is alike and at
+    no tensor either is told.
+
+    Returns:
+      The reports, and the collectives that are `elsewhere`.
     """
-    borders = {
-        (one.kind, one.name): reasons.place(one)
-        for one in reasons.tensors
-        if one.kind is not Kind.INSIDE
-    }
     sent: dict[str, list[Transfer]] = {}
     for one in transfers(reasons):
         sent.setdefault(one.at, []).append(one)
     with reasons.opened():
-        found = []
-        for report in reports:
-            key = (report.kind, report.op_name)
-            places = [borders[key]] if key in borders else []
-            if report.kind is Kind.INSIDE:
-                places = reasons.places(report.op_name, report.shape)
-            at = reasons.name_of(places[0]) if places else report.op_name
-            collectives = (
-                _between(collective, sent.get(at, ()), reasons.mesh)
-                for collective in report.collectives
-            )
-            found.append(
-                dataclasses.replace(
-                    report,
-                    provenances=_provenances(report.sharding, places, reasons),
-                    collectives=tuple(collectives),
-                )
-            )
-    return tuple(found)
+        found = tuple(_with_reasons(report, reasons, sent) for report in reports)
+    names = {report.op_name for report in reports}
+    left = [one for at, of in sent.items() if at not in names for one in of]
+    return found, tuple(_alike(collective, left) for collective in elsewhere)
+
+
+def _with_reasons(
+    report: TensorReport, reasons: Reasons, sent: dict[str, list[Transfer]]
+) -> TensorReport:
+    if report.kind is Kind.INSIDE:
+        name, places = report.op_name, reasons.places(report.op_name, report.shape)
+    else:
+        places = [reasons.border_place(report.kind, report.op_name)]
+        name = reasons.name_of(places[0])
+    return dataclasses.replace(
+        report,
+        provenances=_provenances(report.sharding, places, reasons),
+        collectives=tuple(
+            _between(collective, sent.get(name, ()), reasons.mesh)
+            for collective in report.collectives
+        ),
+    )
+
+
+def _alike(
+    collective: InsertedCollective, left: Sequence[Transfer]
+) -> InsertedCollective:
+    """A collective at no tensor, with the transfers that are as it is."""
+    how = collective.axes, collective.times
+    between = [
+        t for t in left if collective.kind in t.kinds and (t.axes, t.times) == how
+    ]
+    return dataclasses.replace(collective, between=tuple(between))
 
 
 def _provenances(
@@ -91,27 +106,6 @@ def _between(
     along = [one for one in here if axes & mesh.entire(one.axes)]
     alike = [one for one in along if collective.kind in one.kinds]
     return dataclasses.replace(collective, between=tuple(alike or along))
-
-
-def elsewhere_with_reasons(
-    collectives: Sequence[InsertedCollective],
-    reports: Sequence[TensorReport],
-    reasons: Reasons,
-) -> tuple[InsertedCollective, ...]:
-    """Collectives at no tensor, with the transfers of such that are alike."""
-    names = {report.op_name for report in reports}
-    left = [one for one in transfers(reasons) if one.at not in names]
-
-    def alike(collective: InsertedCollective) -> tuple[Transfer, ...]:
-        how = collective.kind, collective.axes, collective.times
-        return tuple(
-            one
-            for one in left
-            for kind in one.kinds
-            if (kind, one.axes, one.times) == how
-        )
-
-    return tuple(dataclasses.replace(one, between=alike(one)) for one in collectives)
 
 
 def known(reports: Sequence[TensorReport]) -> Known:

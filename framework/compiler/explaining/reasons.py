@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -44,9 +43,9 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
     dtype_of,
     is_annotation,
-    op_name,
     shape_of,
     short_name,
+    tf_name,
     walk,
     with_sharding,
 )
@@ -144,7 +143,7 @@ class Reasons:
         if sharding is not None:
             location = op.location
             if not is_annotation(op):
-                location = ir.Location.name(op_name(op) + _ASKED)
+                location = ir.Location.name(tf_name(op) + _ASKED)
             with ir.InsertionPoint.after(op), location:
                 annotated = with_sharding(value, sharding)
             if is_annotation(op):
@@ -160,37 +159,6 @@ class Reasons:
     def name(self) -> str:
         """The program's name."""
         return self.written.signature.name
-
-    def find(self, target: str) -> list[TensorLayout]:
-        """The tensors of a name, a line of code or a layer.
-
-        Args:
-          target: the name that `explain` gives a tensor, or its last parts; a line,
-            such as "linear.py:12"; or a layer, such as "stack.dense".
-
-        Raises:
-          ValueError: there are none; the message has the nearest names.
-        """
-        for matches in (
-            lambda t: target in (t.name, f"{t.kind.value} {t.name}"),
-            lambda t: t.name.endswith((f"/{target}", f".{target}")),
-            lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
-            lambda t: f"/{t.file}:{t.line}".endswith(f"/{target.lstrip('/')}"),
-        ):
-            if found := [tensor for tensor in self.tensors if matches(tensor)]:
-                return found
-        names = dict.fromkeys(
-            name for t in self.tensors for name in (t.name, t.source, t.layer) if name
-        )
-        # Of long names the last part is what people remember.
-        ends = {name: name for name in names} | {n.split("/")[-1]: n for n in names}
-        near = difflib.get_close_matches(target, ends, 4, cutoff=0.4)
-        near = dict.fromkeys(ends[name] for name in near)
-        hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
-        raise ValueError(
-            f"{self.name} has no tensor, line or layer {target!r}{hint}: explain "
-            "prints the names of all"
-        )
 
     # What tensors there are.
 
@@ -229,7 +197,7 @@ class Reasons:
         """By name of a TF op the values that it became."""
         by_name: dict[str, list[ir.Value]] = {}
         for op in walk(self.recorded.main):
-            name = op_name(op)
+            name = tf_name(op)
             is_named = name not in _NO_TENSOR and not name.endswith(_ASKED)
             if is_named and NUMBER in op.attributes and op.name not in _NAMELESS:
                 values = [
@@ -285,6 +253,13 @@ class Reasons:
         values = self._values.get(name, ())
         return [self.recorded.place(v) for v in values if shape_of(v) == shape]
 
+    def border_place(self, kind: Kind, name: str) -> Place:
+        """Where the argument or the result is that has this path in its nest."""
+        number = self._paths[kind].index(name)
+        if kind is Kind.RESULT:
+            return Result(number)
+        return self.recorded.main.regions[0].blocks[0].arguments[number]
+
     # Where axes come from. The rest is called within `opened`.
 
     def sharding(self, place: Place) -> Sharding:
@@ -319,7 +294,7 @@ class Reasons:
             return f"result {self._paths[Kind.RESULT][place.number]}"
         if isinstance(place.owner, ir.Block):
             return f"argument {self._paths[Kind.ARGUMENT][place.arg_number]}"
-        return op_name(_maker(place))
+        return tf_name(_maker(place))
 
     def provenances(self, place: Place) -> tuple[Provenance, ...]:
         """Of each axis that splits a place, in the order of the dims."""
@@ -393,12 +368,12 @@ class Reasons:
 
     def _hop(self, arrival: Arrival) -> Hop:
         op = arrival.op
-        source = self.sources.find(op_name(op))
+        source = self.sources.find(tf_name(op))
         is_main = op == self.recorded.main
         return Hop(
             step=arrival.step,
             op="return" if is_main else short_name(op),
-            op_name="" if is_main else op_name(op),
+            op_name="" if is_main else tf_name(op),
             file=source.file if source and not is_main else "",
             line=source.line if source and not is_main else 0,
             direction=arrival.direction,
@@ -432,7 +407,7 @@ class Reasons:
         owner = place.owner
         if isinstance(owner, ir.Block):
             return self._border_origin(Kind.ARGUMENT, place.arg_number)
-        kind, name = OriginKind.COMPILER, op_name(_maker(place))
+        kind, name = OriginKind.COMPILER, tf_name(_maker(place))
         source = self.sources.find(name, shape_of(place))
         if owner.name == EDGE:
             kind = OriginKind.REGION

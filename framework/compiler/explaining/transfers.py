@@ -34,8 +34,8 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
     WHILE,
     dtype_of,
-    op_name,
     shape_of,
+    tf_name,
     walk,
 )
 from meshwright.framework.devices.links import Links
@@ -145,8 +145,8 @@ class _Finished:
         lies = self._sharding(value)
         maker = self._recorded(value.owner)
         return Transfer(
-            at=op_name(value.owner),
-            tensor=op_name(value.owner),
+            at=tf_name(value.owner),
+            tensor=tf_name(value.owner),
             before=dataclasses.replace(lies, unreduced=axes),
             after=self._sharding(op.results[0]),
             kinds=(_KINDS[op.name],),
@@ -177,7 +177,7 @@ class _Finished:
         before, after = self._sharding(value), self._sharding(op.results[0])
         use = next(iter(op.results[0].uses), None)
         transfer = Transfer(
-            at=op_name(op) if is_annotation or use is None else self._reader(use),
+            at=tf_name(op) if is_annotation or use is None else self._reader(use),
             tensor=self._name(value),
             before=before,
             after=after,
@@ -241,10 +241,10 @@ class _Finished:
         """The name of the op that reads a value; at a region's end its holder's."""
         reader = use.owner.operation
         if reader.name.split(".")[-1] != "return":
-            return op_name(reader)
+            return tf_name(reader)
         if reader.parent.name == "func.func":
             return self.reasons.name_of(Result(use.operand_number))
-        return op_name(reader.parent)
+        return tf_name(reader.parent)
 
     # Of the finished module.
 

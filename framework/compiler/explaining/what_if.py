@@ -16,6 +16,7 @@ from meshwright.framework.compiler.explaining.difference import (
 from meshwright.framework.compiler.explaining.provenance import TensorLayout, Transfer
 from meshwright.framework.compiler.explaining.reasons import Reasons, Spot
 from meshwright.framework.compiler.explaining.transfers import transfers
+from meshwright.framework.compiler.explaining.why import find
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.links import Links
@@ -39,7 +40,7 @@ def what_if(
 
     Args:
       program: compiled, or only traced.
-      shardings: by the name of a tensor (`Reasons.find`) its new sharding: a dims
+      shardings: by the name of a tensor (`why.find`) its new sharding: a dims
         mapping as `mesh_split` takes it, or a `Sharding`. An annotation's takes the
         place of its own; None takes an annotation away, and leaves an argument or a
         result to completion.
@@ -81,7 +82,7 @@ def compare(
 
 
 def _only(reasons: Reasons, name: str) -> TensorLayout:
-    found = reasons.find(name)
+    found = find(reasons, name)
     if len(found) > 1:
         names = ", ".join(repr(tensor.name) for tensor in found[:6])
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Sequence
 
 from meshwright.framework.compiler.explaining.competitions import competitions
@@ -91,14 +92,14 @@ def why(
 
     Args:
       reasons: of the program.
-      target: see `Reasons.find`.
+      target: see `find`.
       axis: a mesh axis; None: all.
       partitioner: the program's.
 
     Raises:
       ValueError: there is no such tensor, line or layer, or no such axis.
     """
-    tensors = reasons.find(target)
+    tensors = find(reasons, target)
     if axis is not None:
         reasons.mesh.part(axis)
     sent = transfers(reasons)
@@ -109,6 +110,37 @@ def why(
         axis=axis,
         tensors=tuple(found),
         note="" if partitioner is Partitioner.SHARDY else GSPMD_NOTE,
+    )
+
+
+def find(reasons: Reasons, target: str) -> list[TensorLayout]:
+    """The tensors of a name, a line of code or a layer.
+
+    Args:
+      reasons: of the program.
+      target: the name that `explain` gives a tensor, or its last parts; a line, such as
+        "linear.py:12"; or a layer, such as "stack.dense".
+
+    Raises:
+      ValueError: there are none; the message has the nearest names.
+    """
+    for matches in (
+        lambda t: target in (t.name, f"{t.kind.value} {t.name}"),
+        lambda t: t.name.endswith((f"/{target}", f".{target}")),
+        lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
+        lambda t: f"/{t.file}:{t.line}".endswith(f"/{target.lstrip('/')}"),
+    ):
+        if found := [tensor for tensor in reasons.tensors if matches(tensor)]:
+            return found
+    named = [n for t in reasons.tensors for n in (t.name, t.source, t.layer) if n]
+    # Of long names the last part is what people remember.
+    ends = {name.split("/")[-1]: name for name in named} | {n: n for n in named}
+    near = difflib.get_close_matches(target, ends, 4, cutoff=0.4)
+    texts = ", ".join(dict.fromkeys(repr(ends[name]) for name in near))
+    hint = f"; near it are {texts}" if near else ""
+    raise ValueError(
+        f"{reasons.name} has no tensor, line or layer {target!r}{hint}: explain prints "
+        "the names of all"
     )
 
 

@@ -198,6 +198,11 @@ def program_name(op_name: str) -> str:
     return _PREFIX.sub("", op_name)
 
 
+def innermost_name(op_name: str) -> str:
+    """The TF op; of ops that XLA merged the last one, which is the innermost."""
+    return program_name(op_name.split(";")[-1])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
     """Where a graph is called.

@@ -18,8 +18,8 @@ from meshwright.framework.compiler.stablehlo.shardy.recorded import (
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     end_of,
-    op_name,
     shape_of,
+    tf_name,
 )
 
 _BARRIER = "stablehlo.optimization_barrier"
@@ -41,7 +41,7 @@ def meetings(recorded: Recorded, place: Place) -> Iterator[Meeting]:
             values += _inside(owner.operands[0])
         elif owner.name == CONSTRAINT:
             source = recorded.place(owner.operands[0])
-            yield _alike(op_name(owner), [place, source])
+            yield _alike(tf_name(owner), [place, source])
         else:
             yield _by_rule(recorded, owner)
     for value in values:
@@ -61,7 +61,7 @@ def reading(recorded: Recorded, op, number: int) -> Meeting | None:
     if op == end_of(recorded.main.regions[0].blocks[0]):
         return _alike("return", [place, Result(number)])
     if op.name in (CONSTRAINT, _BARRIER):
-        return _alike(op_name(op), [place, recorded.place(op.results[number])])
+        return _alike(tf_name(op), [place, recorded.place(op.results[number])])
     if op.name == REGION:
         return _flowing(recorded, op.regions[0].blocks[0].arguments[number])
     holder = op.parent if op.name in _RETURNS else op
@@ -78,7 +78,7 @@ def _flowing(recorded: Recorded, value: ir.Value) -> Meeting | None:
     if isinstance(edge.owner, ir.Block) or edge.owner.name != EDGE:
         return None
     holder, sources = recorded.sources(edge.owner.operands[0])
-    return _alike(op_name(holder), [edge, *sources])
+    return _alike(tf_name(holder), [edge, *sources])
 
 
 def _inside(value: ir.Value) -> list[ir.Value]:
@@ -95,7 +95,7 @@ def _by_rule(recorded: Recorded, op) -> Meeting:
     rule = rule_of(op)
     places = [*map(recorded.place, op.operands), *map(recorded.place, op.results)]
     factors = [*rule.operands, *rule.results]
-    return op_name(op), list(zip(places, factors, strict=True))
+    return tf_name(op), list(zip(places, factors, strict=True))
 
 
 def _alike(name: str, places: list[Place]) -> Meeting:

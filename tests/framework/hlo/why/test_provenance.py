@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.framework.compiler.explaining.competitions import competitions
 from meshwright.framework.compiler.explaining.provenance import Decided, OriginKind
+from meshwright.framework.compiler.explaining.why import find
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.compiler.stablehlo.shardy.meetings import meetings
 from meshwright.framework.compiler.stablehlo.shardy.recorded import EDGE
@@ -68,7 +69,7 @@ def test_parts_of_axes_have_their_origin():
 
 def test_of_two_annotations_the_one_that_came_first_won():
     reasons = kept("reshards").reasons
-    (tensor,) = reasons.find("Relu")
+    (tensor,) = find(reasons, "Relu")
     with reasons.opened():
         (lost,) = competitions(reasons, reasons.place(tensor))
     # After the first annotation comes the op, and after the op the second.
