@@ -61,8 +61,8 @@ class Links:
         groups = axis_groups(self.mesh, axes)
         if kind != "collective-permute":
             return groups
-        return [
+        return tuple(
             (source, group[(number + 1) % len(group)])
             for group in groups
             for number, source in enumerate(group)
-        ]
+        )

@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sizes import bytes_text
 
 if TYPE_CHECKING:
@@ -114,6 +116,8 @@ def _summary(explanation: Explanation) -> Iterator[str]:
         if (count := repaired[is_slow])
     ]
     yield from (f"  {what:<45}{size:>11}".rstrip() for what, size in rows)
+    if explanation.has_reasons and explanation.partitioner == Partitioner.GSPMD.value:
+        yield GSPMD_NOTE
     yield "Collectives, and what their results take on one device in one run:"
     yield from _collective_rows(explanation) or ["  none"]
 
