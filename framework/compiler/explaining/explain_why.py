@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
         InsertedCollective,
         TensorReport,
     )
+
+# JAX's name of what the program does with an argument before it is read.
+_OF_ARGUMENT = re.compile(r"flat\[(?P<number>\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,10 @@ def with_reasons(
 def _with_reasons(
     report: TensorReport, reasons: Reasons, sent: dict[str, list[Transfer]]
 ) -> TensorReport:
-    if report.kind is Kind.INSIDE:
+    if match := _OF_ARGUMENT.fullmatch(report.op_name):
+        places = [reasons.argument_place(int(match["number"]))]
+        name = reasons.name_of(places[0])
+    elif report.kind is Kind.INSIDE:
         name, places = report.op_name, reasons.places(report.op_name, report.shape)
     else:
         places = [reasons.border_place(report.kind, report.op_name)]
@@ -93,9 +100,13 @@ def _provenances(
         lies = reasons.sharding(place)
         for dim, axes in enumerate(sharding.dims):
             for axis in axes:
-                if (dim, axis) not in found and axis in lies.dims[dim]:
+                if (dim, axis) not in found and _has(lies, dim, axis):
                     found[dim, axis] = reasons.provenance(place, axis, dim)
     return tuple(found[key] for key in sorted(found))
+
+
+def _has(lies: Sharding, dim: int, axis: str) -> bool:
+    return dim < lies.rank and axis in lies.dims[dim]
 
 
 def _between(

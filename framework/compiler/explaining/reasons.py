@@ -108,6 +108,7 @@ class Reasons:
         }
         self._shardings: dict[Place, Sharding] = {}
         self._origins: dict[Place, Origin] = {}
+        self._hops: dict[Arrival, Hop] = {}
         self._context = ir_context()
         with self.opened():
             module = ir.Module.parse(plain).operation
@@ -256,8 +257,10 @@ class Reasons:
     def border_place(self, kind: Kind, name: str) -> Place:
         """Where the argument or the result is that has this path in its nest."""
         number = self._paths[kind].index(name)
-        if kind is Kind.RESULT:
-            return Result(number)
+        return Result(number) if kind is Kind.RESULT else self.argument_place(number)
+
+    def argument_place(self, number: int) -> Place:
+        """Where the argument of a number is, counted over the leaves of all."""
         return self.recorded.main.regions[0].blocks[0].arguments[number]
 
     # Where axes come from. The rest is called within `opened`.
@@ -367,6 +370,11 @@ class Reasons:
         return came[0] if came else None
 
     def _hop(self, arrival: Arrival) -> Hop:
+        if arrival not in self._hops:
+            self._hops[arrival] = self._new_hop(arrival)
+        return self._hops[arrival]
+
+    def _new_hop(self, arrival: Arrival) -> Hop:
         op = arrival.op
         source = self.sources.find(tf_name(op))
         is_main = op == self.recorded.main

@@ -104,6 +104,8 @@ class Recorded:
         passes.enable_verifier(False)
         run_passes(blame, module, passes)
         self.main = ir.SymbolTable(module)["main"].operation
+        self._shardings: dict[str, Sharding] = {}
+        self._origins: dict[Place, dict[str, str]] = {}
 
     @property
     def returned(self) -> list[ir.Value]:
@@ -123,7 +125,12 @@ class Recorded:
     def sharding(self, place: Place) -> Sharding | None:
         """The sharding of a place; None: nothing splits it, or it has no tensor."""
         attribute = _sharding_of(place, self.main)
-        return attribute and Sharding.from_sdy(self.mesh, str(attribute))
+        if attribute is None:
+            return None
+        text = str(attribute)
+        if text not in self._shardings:
+            self._shardings[text] = Sharding.from_sdy(self.mesh, text)
+        return self._shardings[text]
 
     def at_region(self, value: ir.Value) -> Sharding:
         """What a manual region says of an argument of its own, or of its result."""
@@ -137,6 +144,11 @@ class Recorded:
 
     def origins(self, place: Place) -> dict[str, str]:
         """By axis Shardy's name of the origin: `self` where it begins here."""
+        if place not in self._origins:
+            self._origins[place] = self._read_origins(place)
+        return self._origins[place]
+
+    def _read_origins(self, place: Place) -> dict[str, str]:
         text = str(_attribute(place, self.main, _ORIGINS) or "")
         is_op = isinstance(place, ir.Value) and not isinstance(place.owner, ir.Block)
         if is_op and place.owner.name not in (CONSTRAINT, EDGE):
