@@ -28,7 +28,7 @@ from meshwright.framework.compiler.stablehlo.savings.precision import (
 from meshwright.framework.compiler.stablehlo.savings.products import sum_in_products
 from meshwright.framework.compiler.stablehlo.settle import settle_state
 from meshwright.framework.compiler.stablehlo.tidy import tidy
-from meshwright.framework.compiler.stablehlo.written import bytecode, write_for
+from meshwright.framework.compiler.stablehlo.written import write_for
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
@@ -105,7 +105,7 @@ def run_passes(
         # no collective in them may wait for devices that take another.
         module.divergent = divergent_ops(module.operation)
         # So far axes come from annotations of the program: layouts below hide them.
-        plain = bytecode(module.operation)
+        plain = module.bytecode()
         # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
         # laid out differently.
         repairs = repair(module, target, strict=strict)

@@ -164,7 +164,7 @@ class Explanation:
       tensors: of all its ops; arguments and results first, then in program order.
       elsewhere: collectives that belong to no tensor of the program.
       repairs: ops that XLA's partitioner would get wrong, laid out otherwise.
-      has_reasons: whether it tells where axes and collectives come from.
+      has_reasons: whether it tells where axes come from.
     """
 
     name: str
@@ -200,7 +200,7 @@ class Explanation:
         return explanation_text(self, match=match, at_least=at_least, axis=axis)
 
     def known(self) -> Known:
-        """With reasons, of how many axes that split tensors the reason is known."""
+        """With reasons, of how many axes the reason is known."""
         return known(self.tensors)
 
     def __str__(self) -> str:
@@ -215,8 +215,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
 
     Args:
       program: the program.
-      reasons: whether to tell for each axis which annotation, argument or result it
-        comes from, and for each collective what it brings together.
+      reasons: whether to tell where axes come from, and what collectives bring together.
 
     Raises:
       LoweringError: XLA used another partitioner than requested.

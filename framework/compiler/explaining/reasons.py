@@ -388,7 +388,7 @@ class Reasons:
         )
 
     def _origin_of(self, name: str) -> Origin:
-        """By Shardy's name: `constraint_3`, `input: 0`, `mc_0_output: 1`."""
+        """By Shardy's name: "constraint_3", "input: 0" or "mc_0_output: 1"."""
         maker, _, number = name.partition(": ")
         if maker == "input":
             arguments = self.recorded.main.regions[0].blocks[0].arguments
