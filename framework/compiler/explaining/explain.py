@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Sequence
 
@@ -215,7 +216,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
 
     Args:
       program: the program.
-      reasons: whether to tell where axes come from, and what collectives bring together.
+      reasons: whether to tell where axes come from, and why tensors are sent.
 
     Raises:
       LoweringError: XLA used another partitioner than requested.
@@ -229,7 +230,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
     root_why = {root.name: results[0].why_replicated} if root.dtype else {}
     report = _Report(completion, program.sources, at, root_why)
     tensors = (*arguments, *results, *report.tensors())
-    elsewhere = (*elsewhere, *report.unclaimed())
+    elsewhere += report.unclaimed()
     if reasons:
         tensors, elsewhere = with_reasons(tensors, elsewhere, program.reasons)
     return Explanation(
@@ -237,7 +238,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
         mesh=program.mesh,
         partitioner=program.partitioner.value,
         tensors=tensors,
-        elsewhere=elsewhere,
+        elsewhere=tuple(elsewhere),
         _rematerialized=tuple(
             _rematerialized(tensor, program.sources)
             for tensor in completion.rematerializations()
@@ -446,7 +447,7 @@ def _inserted(
         for name in names:
             by_op[name].append(inserted)
         nameless += [] if names else [inserted]
-    return dict(by_op), nameless
+    return by_op, nameless
 
 
 def _combined_names(op_name: str) -> list[str]:
@@ -489,11 +490,10 @@ def _is_replicated(sharding: Sharding | str) -> bool:
 def _sizes(sharding, shape: tuple[int, ...], size: int) -> dict[str, int]:
     # A sharding that mesh axes cannot express splits the tensor by an unknown factor.
     shard = sharding.shard_shape(shape) if isinstance(sharding, Sharding) else shape
-    return {"bytes": _count(shape) * size, "bytes_per_device": _count(shard) * size}
-
-
-def _count(shape: Sequence[int]) -> int:
-    return _product(shape) or 0
+    return {
+        "bytes": math.prod(shape) * size,
+        "bytes_per_device": math.prod(shard) * size,
+    }
 
 
 def _hlo_dtype(dtype) -> str:
