@@ -215,8 +215,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
     optimizations (the default job: 3 s). Collectives are those of the compiled program.
 
     Args:
-      program: the program.
-      reasons: whether to tell where axes come from, and why tensors are sent.
+      program, reasons: the program; whether to tell where axes come from.
 
     Raises:
       LoweringError: XLA used another partitioner than requested.

@@ -31,6 +31,7 @@ from meshwright.framework.compiler.stablehlo.shardy.completed import write_for_s
 from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.shardy.recorded import (
     EDGE,
+    REGION,
     SELF,
     Arrival,
     Place,
@@ -43,6 +44,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
     dtype_of,
     is_annotation,
+    op_name,
     shape_of,
     short_name,
     tf_name,
@@ -462,7 +464,12 @@ def _maker(place: ir.Value) -> ir.Operation:
     if owner.name != EDGE:
         return owner
     owner = owner.operands[0].owner
-    return owner.owner.operation if isinstance(owner, ir.Block) else owner
+    owner = owner.owner.operation if isinstance(owner, ir.Block) else owner
+    if owner.name != REGION:
+        return owner
+    # A manual region has no name of its own: its first op has.
+    named = (op for op in walk(owner) if op_name(op) != "?")
+    return next(named, owner)
 
 
 def _manual(value: ir.Value) -> tuple[str, ...]:

@@ -189,14 +189,13 @@ class _Region:
     def build(self) -> None:
         entering = [op for op in self.ops if _is(op, INTO_MANUAL)]
         leaving = [op for op in self.ops if _is(op, OUT_OF_MANUAL)]
-        with self.ops[0].location:
-            computation = sdy.ManualComputationOp(
-                [op.results[0].type for op in leaving],
-                [op.operands[0] for op in entering],
-                self._shardings(entering),
-                self._shardings(leaving),
-                self._manual_axes(self.axes),
-            )
+        computation = sdy.ManualComputationOp(
+            [op.results[0].type for op in leaving],
+            [op.operands[0] for op in entering],
+            self._shardings(entering),
+            self._shardings(leaving),
+            self._manual_axes(self.axes),
+        )
         block = computation.regions[0].blocks.append(
             *(op.results[0].type for op in entering)
         )

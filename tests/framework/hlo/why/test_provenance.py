@@ -54,10 +54,10 @@ def test_what_is_given_for_an_argument_is_its_own_origin():
     assert found["Y"].origin.sharding == lies(None, "Y")
 
 
-def test_a_manual_region_is_an_origin_with_the_line_that_begins_it():
+def test_a_manual_region_is_an_origin_with_the_line_of_its_first_op():
     found = of("manual", "result result")["X"]
     assert found.origin.kind is OriginKind.REGION
-    assert "auto_to_manual" in code(found.origin)
+    assert "tf.nn.relu(local)" in code(found.origin)
     assert way(found)[0] == ("forth", "Tanh")
 
 
