@@ -30,10 +30,12 @@ from meshwright.framework.compiler.lowering.sources import (
 from meshwright.framework.compiler.stablehlo.shardy.completed import write_for_shardy
 from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.shardy.recorded import (
+    CONSTRAINT,
     EDGE,
     REGION,
     SELF,
     Arrival,
+    Direction,
     Place,
     Recorded,
     Result,
@@ -332,7 +334,7 @@ class Reasons:
                 break
             arrivals.append(arrival)
             place = arrival.source
-        return arrivals[::-1]
+        return [*self._given(place), *arrivals[::-1]]
 
     def _asks(self, place: Place, axis: str) -> bool:
         """Whether an argument or a result was given a sharding with this axis.
@@ -432,6 +434,17 @@ class Reasons:
             **_made(source),
             sharding=self._asked(place),
         )
+
+    def _given(self, place: Place) -> Iterator[Arrival]:
+        """How a tensor has the sharding of an annotation of it, before propagation."""
+        if isinstance(place, (Result, ir.BlockArgument)):
+            return
+        asked = self.recorded.sharding(place)
+        for use in () if place.owner.name == CONSTRAINT else place.uses:
+            op = use.owner.operation
+            if op.name == CONSTRAINT and self.recorded.sharding(op.results[0]) == asked:
+                yield Arrival(-1, op, op.results[0], Direction.BACK)
+                return
 
     def _border_origin(self, kind: Kind, number: int) -> Origin:
         return Origin(

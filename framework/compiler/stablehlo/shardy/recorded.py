@@ -38,6 +38,7 @@ _EDGES, _ORIGINS = "sdy.propagation_edges", "sdy.sharding_origins"
 _NAME = "sdy.sharding_origin_name"
 SELF = "self"
 """Shardy's name of an origin that is the tensor itself."""
+_FIRST = "sdy-apply-sharding-constraints"
 _LAST = "sdy-user-priority-propagate"
 _QUIET = ("debug-propagation-edge-sharding", "debug-sharding-origins")
 _AXIS = r'"?(?P<axis>[\w-]+)"?(?P<part>:\(\d+\)\d+)?"?'
@@ -231,11 +232,18 @@ def finishing_passes() -> str:
 
 
 def _recording() -> str:
-    """The passes of Shardy's pipeline up to the end of propagation, recording."""
-    text = _pipeline()
+    """The passes of Shardy's pipeline up to the end of propagation, recording.
+
+    The first that could record does not: on some programs, such as a step of experts
+    without drops, that ends the process (jaxlib 0.10.2).
+    """
+    passes = _pipeline()
+    passes = passes[: passes.index("}", passes.index(_LAST)) + 1] + ")"
+    before, first, rest = passes.partition(_FIRST)
+    silent, end, rest = rest.partition("}")
     for option in _QUIET:
-        text = text.replace(f"{option}=false", f"{option}=true")
-    return text[: text.index("}", text.index(_LAST)) + 1] + ")"
+        rest = rest.replace(f"{option}=false", f"{option}=true")
+    return before + first + silent + end + rest
 
 
 def _pipeline() -> str:
