@@ -4,6 +4,10 @@ from meshwright.framework.compiler.explaining.explain import (
     Explanation,
     explain,
 )
+from meshwright.framework.compiler.explaining.explain_difference import (
+    explain_difference,
+)
+from meshwright.framework.compiler.explaining.what_if import what_if
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import (
     Program,
@@ -97,6 +101,7 @@ __all__ = [
     "collectives",
     "compile_program",
     "explain",
+    "explain_difference",
     "explain_types",
     "function",
     "keras",
@@ -110,4 +115,5 @@ __all__ = [
     "shard",
     "split",
     "unreduced_gradients",
+    "what_if",
 ]

@@ -35,8 +35,13 @@ def _check() -> None:
     be written.
     """
     if not plan_flags.EXPLAIN.value:
-        filters = plan_flags.EXPLAIN_MATCH, plan_flags.EXPLAIN_AT_LEAST
-        _refuse(filters, "needs --explain")
+        details = (
+            plan_flags.EXPLAIN_MATCH,
+            plan_flags.EXPLAIN_AT_LEAST,
+            plan_flags.EXPLAIN_AXIS,
+            plan_flags.EXPLAIN_WHY,
+        )
+        _refuse(details, "needs --explain")
     _check_pattern()
     topology = plan_flags.TOPOLOGY.value
     if topology is not None and not _TOPOLOGY.fullmatch(topology):

@@ -43,11 +43,14 @@ class PassResults:
 
     Args:
       written: the program, written for its partitioner.
+      plain: MLIR bytecode of the program before ops were laid out for a partitioner,
+        which tells why tensors lie where they lie.
       repairs: the ops that were laid out so that XLA's partitioner gets them right.
       updates: what was decided on weight updates; None: not requested.
     """
 
     written: Written
+    plain: bytes
     repairs: tuple[Repair, ...]
     updates: UpdateReport | None
 
@@ -89,6 +92,8 @@ def run_passes(
         # Branches that devices may take differently are noted: in the compiled program
         # no collective in them may wait for devices that take another.
         module.divergent = divergent_ops(module.operation)
+        # So far axes come from annotations of the program: layouts below hide them.
+        plain = module.bytecode()
         # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
         # laid out differently.
         repairs = repair(module, target, strict=strict)
@@ -97,7 +102,9 @@ def run_passes(
         module.platform = fill_kernels(module.write(), device)
         # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
-        return PassResults(written=module.written(), repairs=repairs, updates=updates)
+        return PassResults(
+            written=module.written(), plain=plain, repairs=repairs, updates=updates
+        )
 
 
 def simplify(module: Module, carried: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from meshwright.framework.compiler.boundary.borders import (
     stored_forms,
     stored_spec,
 )
+from meshwright.framework.compiler.explaining.reasons import Reasons
+from meshwright.framework.compiler.explaining.why import Answer, why
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.compiler.lowering.lower import argument_specs, lower
@@ -88,6 +91,7 @@ class Program:
         self.repairs = results.repairs
         self.updates = results.updates
         written = results.written
+        self._written, self._plain = written, results.plain
         self._signature = written.signature
         self._compiled = compiled
         self._in_forms = written.in_forms
@@ -194,6 +198,29 @@ class Program:
         """The result: a nest of `tf.TensorSpec`, in stored form."""
         return self._signature.outputs
 
+    @functools.cached_property
+    def reasons(self) -> Reasons:
+        """The program completed once more, with the reason of each axis.
+
+        Raises:
+          LoweringError, ValueError: see `Reasons`.
+        """
+        return Reasons(self._written, self._plain)
+
+    def why(self, target: str, axis: str | None = None) -> Answer:
+        """Why a tensor lies where it lies, and what is sent for it.
+
+        Args:
+          target: the name that `explain` gives a tensor, or its last parts; a line of
+            code, such as "linear.py:12"; or a layer.
+          axis: a mesh axis; None: all.
+
+        Raises:
+          ValueError: there is no such tensor, line or layer, or no such axis; or the
+            mesh has one device.
+        """
+        return why(self.reasons, target, axis, partitioner=self.partitioner)
+
     def hlo_text(self) -> str:
         """The partitioned, optimized HLO of one device."""
         return self._compiled.as_text()
@@ -238,6 +265,15 @@ class TracedProgram:
     def written(self) -> Written:
         """The program, written for its partitioner."""
         return self.results.written
+
+    @functools.cached_property
+    def reasons(self) -> Reasons:
+        """See `Program.reasons`; nothing has to be compiled."""
+        return Reasons(self.results.written, self.results.plain)
+
+    def why(self, target: str, axis: str | None = None) -> Answer:
+        """See `Program.why`; nothing has to be compiled."""
+        return why(self.reasons, target, axis, partitioner=self.target.partitioner)
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, as a nest of its structure."""

@@ -142,6 +142,31 @@ class TorusNetwork(Network):
         load, hops = _all_to_all_cost(self.order, groups)
         return self._phase(size / len(groups[0]) * load, hops)
 
+    def collective(
+        self, kind: str, groups: Groups, axes: Sequence[str] | None, size: float
+    ) -> list[Phase]:
+        """The phases of a collective that has the links to itself.
+
+        Over several axes they are rings along the last axis first, then along the next
+        for the part of the result that each device has.
+
+        Args:
+          kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
+            "collective-permute".
+          groups: device numbers, by place in the mesh; for permutes the pairs.
+          axes: the axes that the groups span, None if no axes make them.
+          size: bytes of one group's full tensor; for permutes of what one device sends.
+        """
+        if kind == "collective-permute":
+            return [self.between(groups, size)]
+        if kind == "all-to-all":
+            return [self.all_to_all(groups, size)]
+        if axes and len(axes) > 1 and set(axes) <= set(self.mesh.axis_names):
+            phases = self.along(axes[::-1], size)
+        else:
+            phases = [self.around(groups, size)]
+        return [phase.times(2) for phase in phases] if kind == "all-reduce" else phases
+
     def _phase(self, link_bytes: float, hops: int) -> Phase:
         speed = self.hardware.link_bandwidth * LINK_EFFICIENCY
         return Phase(moving=link_bytes / speed, waiting=hops * self.hardware.latency)
@@ -184,6 +209,17 @@ class GpuNetwork:
         inside = (1 / hosts - 1 / count) / self.gpus.kind.link_bandwidth
         across = (1 - 1 / hosts) / self.gpus.kind.host_bandwidth
         return self._phase(size * max(inside, across))
+
+    def collective(
+        self, kind: str, groups: Groups, axes: Sequence[str] | None, size: float
+    ) -> list[Phase]:
+        """The one phase of a collective; see `TorusNetwork.collective`."""
+        if kind == "collective-permute":
+            return [self.between(groups, size)]
+        if kind == "all-to-all":
+            return [self.all_to_all(groups, size)]
+        # An all-reduce sends its tensor twice.
+        return [self.around(groups, size * (2 if kind == "all-reduce" else 1))]
 
     def _spread(self, groups: Groups) -> tuple[int, int]:
         """The devices of a group, and the most hosts that one of the groups is on."""

@@ -71,6 +71,8 @@ def test_command_builds(command, monkeypatch):
             "explain",
             "explain_match",
             "explain_at_least",
+            "explain_axis",
+            "explain_why",
             "topology",
             "json_out",
             "html_out",

@@ -26,10 +26,13 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Reports at once a mesh that is too large.
     if plan_flags.EXPLAIN.value:
+        if axis := plan_flags.EXPLAIN_AXIS.value:
+            mesh.part(axis)  # Reports at once an axis that is not there.
         print(
-            explain(programs.main).text(
+            explain(programs.main, reasons=plan_flags.EXPLAIN_WHY.value).text(
                 match=plan_flags.EXPLAIN_MATCH.value,
                 at_least=plan_flags.EXPLAIN_AT_LEAST.value,
+                axis=axis,
             )
         )
         return None

@@ -22,6 +22,18 @@ EXPLAIN_AT_LEAST = flags.DEFINE_integer(
     "With --explain: show only tensors of at least so many bytes.",
     lower_bound=0,
 )
+EXPLAIN_AXIS = flags.DEFINE_string(
+    "explain_axis",
+    "",
+    "With --explain: a mesh axis; show only, and all of, the tensors that it splits or "
+    "that are sent along it.",
+)
+EXPLAIN_WHY = flags.DEFINE_bool(
+    "explain_why",
+    False,
+    "With --explain: tell for each axis which annotation, argument or result it comes "
+    "from, and for each collective what it brings together.",
+)
 TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,

@@ -5,12 +5,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Sequence
 
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.explaining.explain_text import explanation_text
+from meshwright.framework.compiler.explaining.explain_why import (
+    Known,
+    known,
+    with_reasons,
+)
+from meshwright.framework.compiler.explaining.provenance import Provenance, Transfer
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
 from meshwright.framework.compiler.hlo.report import collectives_of
@@ -18,6 +25,7 @@ from meshwright.framework.compiler.lowering.sources import (
     Kind,
     Source,
     Sources,
+    innermost_name,
     program_name,
 )
 from meshwright.framework.compiler.program import Program
@@ -67,6 +75,7 @@ class InsertedCollective:
         multiplied; None if a loop's are not known.
       in_loop: whether it is in the body of a loop.
       shared_by: for how many ops XLA combined it; `bytes` is for all of them.
+      between: with reasons, the shardings that it brings together.
     """
 
     kind: str
@@ -75,6 +84,7 @@ class InsertedCollective:
     times: int | None
     in_loop: bool
     shared_by: int
+    between: tuple[Transfer, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,7 @@ class TensorReport:
       bytes: the bytes of the full tensor.
       bytes_per_device: of one device's shard.
       collectives: inserted at its op.
+      provenances: with reasons, where its axes come from.
     """
 
     kind: Kind
@@ -117,6 +128,7 @@ class TensorReport:
     requested: Sharding | None = None
     resharded_from: Sharding | str | None = None
     collectives: tuple[InsertedCollective, ...] = ()
+    provenances: tuple[Provenance, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +165,7 @@ class Explanation:
       tensors: of all its ops; arguments and results first, then in program order.
       elsewhere: collectives that belong to no tensor of the program.
       repairs: ops that XLA's partitioner would get wrong, laid out otherwise.
+      has_reasons: whether it tells where axes come from.
     """
 
     name: str
@@ -162,6 +175,7 @@ class Explanation:
     elsewhere: tuple[InsertedCollective, ...]
     _rematerialized: tuple[RematerializedTensor, ...]
     repairs: tuple[Repair, ...] = ()
+    has_reasons: bool = False
 
     def replicated(self, at_least: int = 0) -> list[TensorReport]:
         """The tensors of `at_least` bytes that no axis splits, largest first."""
@@ -182,19 +196,26 @@ class Explanation:
         """
         return sorted(self._rematerialized, key=lambda tensor: -tensor.bytes)
 
-    def text(self, *, match: str = "", at_least: int = 0) -> str:
+    def text(self, *, match: str = "", at_least: int = 0, axis: str = "") -> str:
         """A part of `str(self)`: see `explanation_text`."""
-        return explanation_text(self, match=match, at_least=at_least)
+        return explanation_text(self, match=match, at_least=at_least, axis=axis)
+
+    def known(self) -> Known:
+        """With reasons, of how many axes the reason is known."""
+        return known(self.tensors)
 
     def __str__(self) -> str:
         return explanation_text(self)
 
 
-def explain(program: Program) -> Explanation:
+def explain(program: Program, *, reasons: bool = False) -> Explanation:
     """Reports what completion and the partitioner decided about a program.
 
     The program is compiled once more, if possible without the backend's own
     optimizations (the default job: 3 s). Collectives are those of the compiled program.
+
+    Args:
+      program, reasons: the program; whether to tell where axes come from.
 
     Raises:
       LoweringError: XLA used another partitioner than requested.
@@ -207,17 +228,22 @@ def explain(program: Program) -> Explanation:
     # With several results the root is a tuple, and no op's own tensor.
     root_why = {root.name: results[0].why_replicated} if root.dtype else {}
     report = _Report(completion, program.sources, at, root_why)
+    tensors = (*arguments, *results, *report.tensors())
+    elsewhere += report.unclaimed()
+    if reasons:
+        tensors, elsewhere = with_reasons(tensors, elsewhere, program.reasons)
     return Explanation(
         name=program.name,
         mesh=program.mesh,
         partitioner=program.partitioner.value,
-        tensors=(*arguments, *results, *report.tensors()),
-        elsewhere=tuple(elsewhere + report.unclaimed()),
+        tensors=tensors,
+        elsewhere=tuple(elsewhere),
         _rematerialized=tuple(
             _rematerialized(tensor, program.sources)
             for tensor in completion.rematerializations()
         ),
         repairs=program.repairs,
+        has_reasons=reasons,
     )
 
 
@@ -323,7 +349,7 @@ class _Report:
         inside = _running(self.module)
         for part in self.module.instructions:
             if part.opcode not in _NO_TENSOR and part.computation in inside:
-                self.by_op[_innermost(part.op_name)].append(part)
+                self.by_op[innermost_name(part.op_name)].append(part)
 
     def tensors(self) -> list[TensorReport]:
         return [self._tensor(name, parts) for name, parts in self.by_op.items() if name]
@@ -420,7 +446,7 @@ def _inserted(
         for name in names:
             by_op[name].append(inserted)
         nameless += [] if names else [inserted]
-    return dict(by_op), nameless
+    return by_op, nameless
 
 
 def _combined_names(op_name: str) -> list[str]:
@@ -429,12 +455,7 @@ def _combined_names(op_name: str) -> list[str]:
         names = [match[1] + part + match[3] for part in match[2].split(":")]
     else:
         names = [op_name]
-    return list(dict.fromkeys(filter(None, map(_innermost, names))))
-
-
-def _innermost(op_name: str) -> str:
-    """The TF op; of ops that XLA merged the last one, which is the innermost."""
-    return program_name(op_name.split(";")[-1])
+    return list(dict.fromkeys(filter(None, map(innermost_name, names))))
 
 
 def _product(trips: Sequence[int | None]) -> int | None:
@@ -468,11 +489,10 @@ def _is_replicated(sharding: Sharding | str) -> bool:
 def _sizes(sharding, shape: tuple[int, ...], size: int) -> dict[str, int]:
     # A sharding that mesh axes cannot express splits the tensor by an unknown factor.
     shard = sharding.shard_shape(shape) if isinstance(sharding, Sharding) else shape
-    return {"bytes": _count(shape) * size, "bytes_per_device": _count(shard) * size}
-
-
-def _count(shape: Sequence[int]) -> int:
-    return _product(shape) or 0
+    return {
+        "bytes": math.prod(shape) * size,
+        "bytes_per_device": math.prod(shard) * size,
+    }
 
 
 def _hlo_dtype(dtype) -> str:

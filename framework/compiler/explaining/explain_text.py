@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sizes import bytes_text
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
         RematerializedTensor,
         TensorReport,
     )
+    from meshwright.framework.compiler.explaining.provenance import Transfer
     from meshwright.framework.compiler.repair.repaired import Repair
 
 _LARGEST = 10
@@ -27,7 +30,7 @@ _COLUMNS = (34, 17, 12)
 
 
 def explanation_text(
-    explanation: Explanation, *, match: str = "", at_least: int = 0
+    explanation: Explanation, *, match: str = "", at_least: int = 0, axis: str = ""
 ) -> str:
     """What `print(explanation)` shows, or a part of it; the summary covers all tensors.
 
@@ -36,17 +39,25 @@ def explanation_text(
       match: regular expression; all tensors in whose heading, name or source it occurs
         are shown, and no others.
       at_least: bytes; only tensors of at least this size are shown.
+      axis: a mesh axis; only tensors that it splits, or that are sent along it, are.
+
+    Raises:
+      ValueError: there is no such axis.
     """
     pattern = re.compile(match)
+    if axis:
+        explanation.mesh.part(axis)
 
     def is_shown(*names: object, size: int) -> bool:
         matches = any(pattern.search(str(name)) for name in names if name)
         return size >= at_least and (matches or not match)
 
+    some = explanation.tensors if match or axis else _interesting(explanation.tensors)
     tensors = [
         t
-        for t in (explanation.tensors if match else _interesting(explanation.tensors))
+        for t in some
         if is_shown(_heading(t), t.op_name, t.source, size=t.bytes)
+        and (not axis or axis in _axes_of(t))
     ]
     replicated = [
         t
@@ -67,10 +78,10 @@ def explanation_text(
         for r in explanation.repairs
         if is_shown(*(r.op_name, r.source, r.source and r.source.layer), size=r.bytes)
     ]
-    is_filtered = bool(match or at_least)
+    is_filtered = bool(match or at_least or axis)
     lines = [
         *_summary(explanation),
-        *_what_is_shown(len(tensors), match, at_least),
+        *_what_is_shown(len(tensors), match, at_least, axis),
         "",
         *_tensors(tensors),
         *([] if is_filtered else _elsewhere(explanation.elsewhere)),
@@ -96,12 +107,17 @@ def _summary(explanation: Explanation) -> Iterator[str]:
         (f"{len(replicated)} left replicated", _total(replicated)),
         (f"{len(gathered)} gathered in full without an annotation", _total(gathered)),
     ]
+    if explanation.has_reasons:
+        of = explanation.known()
+        rows.append((f"{of.with_reason} of {of.axes} axes with their reason", ""))
     rows += [
         (f"{count} laid out otherwise, as XLA would be {how}", "")
         for how, is_slow in (("wrong", False), ("slow", True))
         if (count := repaired[is_slow])
     ]
     yield from (f"  {what:<45}{size:>11}".rstrip() for what, size in rows)
+    if explanation.has_reasons and explanation.partitioner == Partitioner.GSPMD.value:
+        yield GSPMD_NOTE
     yield "Collectives, and what their results take on one device in one run:"
     yield from _collective_rows(explanation) or ["  none"]
 
@@ -134,15 +150,23 @@ def _total(tensors: Sequence[TensorReport | RematerializedTensor]) -> str:
     return bytes_text(sum(tensor.bytes for tensor in tensors)) if tensors else ""
 
 
-def _what_is_shown(count: int, match: str, at_least: int) -> Iterator[str]:
+def _axes_of(tensor: TensorReport) -> set[str]:
+    """The mesh axes that split a tensor, or along which it is sent."""
+    dims = [] if isinstance(tensor.sharding, str) else tensor.sharding.dims
+    sent = [one.axes or () for one in tensor.collectives]
+    return {axis.partition(":")[0] for axes in (*dims, *sent) for axis in axes}
+
+
+def _what_is_shown(count: int, match: str, at_least: int, axis: str) -> Iterator[str]:
     yield ""
-    if not match and not at_least:
+    if not match and not at_least and not axis:
         yield "Shown are arguments, results, what is annotated, where collectives are,"
         yield f"and the {_LARGEST} largest others. Bytes of a collective are of one"
         yield "device each time it runs."
         return
     parts = [f"match '{match}'"] if match else []
     parts += [f"take at least {bytes_text(at_least)}"] if at_least else []
+    parts += [f"are split or sent along {axis}"] if axis else []
     if count:
         yield f"Shown are the {count} tensors that {' and '.join(parts)}."
         return
@@ -219,8 +243,21 @@ def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
     if tensor.resharded_from is not None:
         before = tensor.resharded_from
         yield f"      annotated again, differently: resharded from {before}"
+    for one in tensor.provenances:
+        ops = f", in {len(one.way)} steps" if one.way else ""
+        yield f"      {one.axis} on dim {one.dim} is from {one.origin}{ops}"
     for collective in tensor.collectives:
         yield f"      {collective_text(collective)}"
+        for one in collective.between:
+            yield from _between_lines(one)
+
+
+def _between_lines(transfer: Transfer) -> Iterator[str]:
+    t = transfer
+    yield f"          {t.tensor} {t.before} -> {t.after}"
+    for name, origins in ("before", t.before_origins), ("after", t.after_origins):
+        for origin in origins:
+            yield f"          {name}: {origin}"
 
 
 def _row(*cells: str) -> Iterator[str]:
@@ -266,6 +303,8 @@ def _elsewhere(collectives: tuple[InsertedCollective, ...]) -> Iterator[str]:
         yield "collectives at no tensor of the program's"
         for collective in collectives:
             yield f"      {collective_text(collective)}"
+            for one in collective.between:
+                yield from _between_lines(one)
         yield ""
 
 

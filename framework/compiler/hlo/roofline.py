@@ -26,10 +26,10 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     type_bytes,
 )
 from meshwright.framework.compiler.hlo.liveness import ELEMENTWISE, UPDATES
-from meshwright.framework.compiler.hlo.report import PERMUTE, Collective
+from meshwright.framework.compiler.hlo.report import Collective
 from meshwright.framework.compiler.hlo.step_time import StepTime, TimePart, Walk
 from meshwright.framework.devices.gpu_topology import GpuTopology
-from meshwright.framework.devices.network import GpuNetwork, Phase
+from meshwright.framework.devices.network import GpuNetwork
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
@@ -101,18 +101,10 @@ class _GpuWalk(Walk):
     def sending(
         self, op: Instruction, collective: Collective, kind: str, size: int
     ) -> tuple[float, float]:
-        phase = self._phase(collective, kind, size)
+        groups, axes = collective.groups, collective.axes
+        (phase,) = self.network.collective(kind, groups, axes, size)
         seconds = max(phase.seconds, self._estimate(op))
         return seconds, seconds if phase.is_waiting else 0.0
-
-    def _phase(self, collective: Collective, kind: str, size: int) -> Phase:
-        if kind == PERMUTE:
-            return self.network.between(collective.groups, size)
-        if kind == "all-to-all":
-            return self.network.all_to_all(collective.groups, size)
-        # An all-reduce sends its tensor twice.
-        size *= 2 if kind == "all-reduce" else 1
-        return self.network.around(collective.groups, size)
 
     def _in_tables(self, op: Instruction) -> bool:
         """Whether XLA's tables have products of these types."""

@@ -24,7 +24,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
 )
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.devices.device_order import DeviceOrder
-from meshwright.framework.devices.network import Phase, TorusNetwork
+from meshwright.framework.devices.network import TorusNetwork
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 # A kernel that was compiled by itself: what it takes, XLA does not know.
@@ -297,7 +297,8 @@ class _TpuWalk(Walk):
     def sending(
         self, op: Instruction, collective: Collective, kind: str, size: int
     ) -> tuple[float, float]:
-        phases = _phases(collective, kind=kind, size=size, network=self.network)
+        groups, axes = collective.groups, collective.axes
+        phases = self.network.collective(kind, groups, axes, size)
         seconds = sum(phase.seconds for phase in phases)
         return seconds, sum(phase.seconds for phase in phases if phase.is_waiting)
 
@@ -332,23 +333,3 @@ def _moved(type_: str, trips: int) -> int:
         math.prod(shape) * itemsize(dtype) // (trips if shape[:1] == (trips,) else 1)
         for dtype, shape in arrays_of(type_)
     )
-
-
-def _phases(
-    collective: Collective, *, kind: str, size: int, network: TorusNetwork
-) -> list[Phase]:
-    """The phases of a collective that has the links to itself.
-
-    Over several axes they are rings along the last axis first, then along the next for
-    the part of the result that each device has.
-    """
-    groups, axes = collective.groups, collective.axes
-    if kind == "collective-permute":
-        return [network.between(groups, size)]
-    if kind == "all-to-all":
-        return [network.all_to_all(groups, size)]
-    if axes and len(axes) > 1 and set(axes) <= set(network.mesh.axis_names):
-        phases = network.along(axes[::-1], size)
-    else:
-        phases = [network.around(groups, size)]
-    return [phase.times(2) for phase in phases] if kind == "all-reduce" else phases

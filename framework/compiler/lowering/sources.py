@@ -115,7 +115,7 @@ class Source:
 
     def __str__(self) -> str:
         """`folder/file.py:12`; a layer's file with all folders of the package."""
-        return _place_text(self.file, self.line)
+        return place_text(self.file, self.line)
 
 
 class Sources:
@@ -181,10 +181,11 @@ class Sources:
 def frame_text(frames: Iterable[traceback.FrameSummary]) -> str:
     """`folder/file.py:12` of the innermost frame of the user's code; "" without one."""
     file, line = _user_frame(frames)
-    return _place_text(file, line) if file else ""
+    return place_text(file, line) if file else ""
 
 
-def _place_text(file: str, line: int) -> str:
+def place_text(file: str, line: int) -> str:
+    """`folder/file.py:12`; a layer's file with all folders of the package."""
     path = pathlib.Path(file)
     parts = path.parts[-2:]
     if path.is_relative_to(_LAYERS):
@@ -195,6 +196,11 @@ def _place_text(file: str, line: int) -> str:
 def program_name(op_name: str) -> str:
     """An op's name without what JAX and XLA put before it."""
     return _PREFIX.sub("", op_name)
+
+
+def innermost_name(op_name: str) -> str:
+    """The TF op; of ops that XLA merged the last one, which is the innermost."""
+    return program_name(op_name.split(";")[-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
@@ -15,7 +16,6 @@ from meshwright.framework.compiler.stablehlo.shardy.completed import (
     complete,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
-from meshwright.framework.compiler.stablehlo.written import bytecode
 from meshwright.framework.compiler.xla.jax_bridge import ir_context, stable_hlo_of
 from meshwright.framework.compiler.xla.mesh_program import Written
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -123,11 +123,17 @@ class Module:
             )
         return self._completed
 
+    def bytecode(self, operation: ir.Operation | None = None) -> bytes:
+        """The module as it is, or `operation` in its place, as MLIR bytecode."""
+        buffer = io.BytesIO()
+        (operation or self.operation).write_bytecode(buffer)
+        return buffer.getvalue()
+
     def written(self, operation: ir.Operation | None = None) -> Written:
         """The module, or `operation` in its place, outside of its MLIR context."""
         return Written(
             signature=self.signature,
-            stable_hlo=bytecode(operation or self.operation),
+            stable_hlo=self.bytecode(operation),
             mesh=self.mesh,
             in_forms=self.in_forms,
             out_forms=self.out_forms,

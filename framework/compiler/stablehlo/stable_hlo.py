@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.compiler.lowering.sources import Sources, innermost_name
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
 from meshwright.framework.sharding.sharding import Sharding
@@ -128,6 +128,11 @@ def op_name(op) -> str:
     """The name of the TF op that an operation came from, `?` if it has none."""
     match = _NAME.search(str(op.location))
     return match[1] if match else "?"
+
+
+def tf_name(op) -> str:
+    """The name as `Source.op_name` has it, of the innermost if ops were merged."""
+    return innermost_name(op_name(op))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ GSPMD they stay.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
@@ -82,10 +81,3 @@ def write_borders(
             for old, new in zip(before, given, strict=True):
                 new.update({n.name: n.attr for n in old if n.name not in new})
         main.attributes[name] = ir.ArrayAttr.get([*map(ir.DictAttr.get, given)])
-
-
-def bytecode(module: ir.Operation) -> bytes:
-    """MLIR bytecode of a module."""
-    buffer = io.BytesIO()
-    module.write_bytecode(buffer)
-    return buffer.getvalue()

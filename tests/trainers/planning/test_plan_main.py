@@ -109,6 +109,9 @@ def test_the_docs_have_what_is_printed_of_the_default_job(capsys):
     [
         ([], {"explain_match": "a"}, "--explain_match needs --explain"),
         ([], {"explain_at_least": "1"}, "--explain_at_least needs --explain"),
+        ([], {"explain_axis": "X"}, "--explain_axis needs --explain"),
+        ([], {"explain_why": "true"}, "--explain_why needs --explain"),
+        ([], {"explain": "true", "explain_axis": "Z"}, "unknown mesh axis 'Z'"),
         (
             [],
             {"explain": "true", "explain_match": "(a"},

@@ -102,10 +102,7 @@ def complete(
     copy = module.clone()
     for op in ops:
         del op.attributes[NUMBER]
-    untype_annotations(blame, copy, mesh)
-    work_around(Stage.SPLITTABLE, copy)
-    write_for(blame, copy, mesh, Partitioner.SHARDY)
-    write_borders(copy, mesh, in_shardings, out_shardings)
+    write_for_shardy(blame, copy, mesh, in_shardings, out_shardings)
     propagated = Propagated(blame, copy, mesh)
     by_number = _by_number(propagated)
     main = ir.SymbolTable(module)["main"].operation
@@ -116,6 +113,20 @@ def complete(
     return CompletedModule(
         mesh, main, shardings, tuple(map(propagated.sharding, copied))
     )
+
+
+def write_for_shardy(
+    blame: Blame,
+    copy: ir.Operation,
+    mesh: DeviceMesh,
+    in_shardings: Sequence[Sharding | None],
+    out_shardings: Sequence[Sharding | None],
+) -> None:
+    """Writes a copy of a module so that Shardy can complete it; see `complete`."""
+    untype_annotations(blame, copy, mesh)
+    work_around(Stage.SPLITTABLE, copy)
+    write_for(blame, copy, mesh, Partitioner.SHARDY)
+    write_borders(copy, mesh, in_shardings, out_shardings)
 
 
 def _by_number(propagated: Propagated) -> dict[int, list[Sharding | None]]:

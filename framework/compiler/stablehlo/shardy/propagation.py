@@ -19,8 +19,8 @@ from meshwright.framework.compiler.xla.refusals import of_xla
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-# XLA inlines calls first; at a call an uneven dim could be split only partly.
-_PASSES = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
+PIPELINE = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
+"""XLA inlines calls first; at a call an uneven dim could be split only partly."""
 _QUOTED = re.compile(r'"([^"]+)"')
 
 
@@ -38,12 +38,7 @@ class Propagated:
 
     def __init__(self, blame: Blame, module: ir.Operation, mesh: DeviceMesh):
         self.mesh, self.module = mesh, module
-        passes = PassManager.parse(_PASSES)
-        try:
-            passes.run(module)
-        except ir.MLIRError as e:
-            name, by = blame.program, Partitioner.SHARDY
-            raise of_xla(name, e, partitioner=by, sources=blame.sources) from e
+        run_passes(blame, module, PassManager.parse(PIPELINE))
         self._meshes = _names_of(mesh, module)
 
     def sharding(
@@ -53,7 +48,7 @@ class Propagated:
 
         `manual` are the manual axes of the regions around the value.
         """
-        attribute = _attribute_of(value)
+        attribute = attribute_of(value)
         if attribute is None:
             rank = ir.RankedTensorType(value.type).rank
             return Sharding(self.mesh, ((),) * rank, manual=manual)
@@ -67,6 +62,19 @@ class Propagated:
             for axes in completed.dims
         )
         return Sharding(self.mesh, dims, manual=manual)
+
+
+def run_passes(blame: Blame, module: ir.Operation, passes: PassManager) -> None:
+    """Runs passes of Shardy's on a module.
+
+    Raises:
+      LoweringError: one of them refuses the module.
+    """
+    try:
+        passes.run(module)
+    except ir.MLIRError as e:
+        name, by = blame.program, Partitioner.SHARDY
+        raise of_xla(name, e, partitioner=by, sources=blame.sources) from e
 
 
 def manual_axes(op) -> tuple[str, ...]:
@@ -93,7 +101,7 @@ def _names_of(mesh: DeviceMesh, module) -> set[str]:
     return names
 
 
-def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
+def attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
     """The sharding of a value after propagation, None if nothing splits it."""
     owner = value.owner
     if not isinstance(owner, ir.Block):

@@ -1,0 +1,259 @@
+"""What differs between two programs: where tensors lie, and what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from meshwright.framework.compiler.explaining.provenance import Origin
+from meshwright.framework.compiler.lowering.sources import place_text
+from meshwright.framework.sizes import bytes_text
+
+_LARGEST = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """A tensor of one of two programs.
+
+    Args:
+      type: such as "f32[8,16]".
+      sharding: its text.
+      bytes_per_device: of a device's shard.
+      file, line: of the code that made it; "" and 0 if unknown.
+      origins: where the axes that split it come from, if it lies otherwise.
+    """
+
+    type: str
+    sharding: str
+    bytes_per_device: int
+    file: str
+    line: int
+    origins: tuple[Origin, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """All that is sent at an op by one kind of collective along the same axes.
+
+    Args:
+      bytes: of the results on one device, in one call of the program.
+      seconds: what it takes on a topology, None without one.
+      origins: the annotations behind the shardings that it brings together.
+    """
+
+    bytes: int
+    seconds: float | None
+    origins: tuple[Origin, ...]
+
+
+SentKey = tuple[str, str, tuple[str, ...] | None]
+"""The op's name, the kind of collective, and its axes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of two programs.
+
+    Args:
+      name: for texts.
+      tensors: by what they are to the program, and name.
+      sent: collectives.
+    """
+
+    name: str
+    tensors: Mapping[str, LaidOut]
+    sent: Mapping[SentKey, Sent]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """A tensor that lies otherwise.
+
+    Args:
+      name: `argument 0.w`, or the name of the TF op.
+      before, after: in each program.
+    """
+
+    name: str
+    before: LaidOut
+    after: LaidOut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentDifference:
+    """A collective that came, went, grew or shrank.
+
+    Args:
+      at: the name of the TF op.
+      kind: "all-gather", ...
+      axes: mesh axes; None if no axes make its groups.
+      before, after: in each program; None where there is no such collective.
+    """
+
+    at: str
+    kind: str
+    axes: tuple[str, ...] | None
+    before: Sent | None
+    after: Sent | None
+
+    @property
+    def bytes(self) -> int:
+        """How much more is sent."""
+        return _bytes(self.after) - _bytes(self.before)
+
+    @property
+    def what(self) -> str:
+        """`came`, `went`, `grew` or `shrank`."""
+        if self.before is None or self.after is None:
+            return "came" if self.before is None else "went"
+        return "grew" if self.bytes > 0 else "shrank"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What differs between two programs; its `str` is to be read.
+
+    Args:
+      before, after: the programs.
+    """
+
+    before: Side
+    after: Side
+
+    @property
+    def tensors(self) -> list[TensorDifference]:
+        """The tensors that both have and that lie otherwise, largest first."""
+        pairs = (
+            TensorDifference(name=name, before=one, after=self.after.tensors[name])
+            for name, one in self.before.tensors.items()
+            if name in self.after.tensors
+        )
+        found = [p for p in pairs if p.before.sharding != p.after.sharding]
+        return sorted(found, key=lambda p: -_most(p))
+
+    @property
+    def collectives(self) -> list[SentDifference]:
+        """What is sent otherwise, the largest change first."""
+        keys = dict.fromkeys([*self.before.sent, *self.after.sent])
+        pairs = (
+            SentDifference(
+                at=key[0],
+                kind=key[1],
+                axes=key[2],
+                before=self.before.sent.get(key),
+                after=self.after.sent.get(key),
+            )
+            for key in keys
+        )
+        return sorted((p for p in pairs if p.bytes), key=lambda p: -abs(p.bytes))
+
+    @property
+    def only_before(self) -> list[str]:
+        """The tensors that only the first program has."""
+        return [name for name in self.before.tensors if name not in self.after.tensors]
+
+    @property
+    def only_after(self) -> list[str]:
+        """The tensors that only the second program has."""
+        return [name for name in self.after.tensors if name not in self.before.tensors]
+
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes of all collectives' results on one device, in one call of each."""
+        return _total_bytes(self.before), _total_bytes(self.after)
+
+    @property
+    def sent_seconds(self) -> tuple[float, float] | None:
+        """Seconds of all collectives, one after the other; None without a topology."""
+        each = _total_seconds(self.before), _total_seconds(self.after)
+        return None if None in each else each
+
+    @property
+    def argument_bytes(self) -> tuple[int, int]:
+        """Bytes of the arguments on one device."""
+        return _argument_bytes(self.before), _argument_bytes(self.after)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.before.name} -> {self.after.name}"
+        yield f"  arguments on one device   {_change(*self.argument_bytes)}"
+        yield f"  sent in one call          {_change(*self.sent_bytes)}"
+        if self.sent_seconds is not None:
+            before, after = (1e3 * seconds for seconds in self.sent_seconds)
+            yield f"  which takes, estimated    {before:.4g} ms -> {after:.4g} ms"
+        tensors, sent = self.tensors, self.collectives
+        yield f"Tensors that lie otherwise: {len(tensors)}" + _of(tensors)
+        for tensor in tensors[:_LARGEST]:
+            yield from _tensor_lines(tensor)
+        yield f"Collectives that differ: {len(sent)}" + _of(sent)
+        for one in sent[:_LARGEST]:
+            yield from _sent_lines(one)
+        for side, names in ("first", self.only_before), ("second", self.only_after):
+            if names:
+                yield f"Only in the {side}, {len(names)}: {_some(names)}"
+
+
+def _of(found: list) -> str:
+    return f"; the {_LARGEST} largest:" if len(found) > _LARGEST else ""
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def _tensor_lines(tensor: TensorDifference) -> Iterator[str]:
+    one, other = tensor.before, tensor.after
+    where = f" at {place_text(one.file, one.line)}" if one.file else ""
+    yield f"  {tensor.name} {other.type} {one.sharding} -> {other.sharding}{where}"
+    changed = _change(one.bytes_per_device, other.bytes_per_device)
+    yield f"      on one device {changed}"
+    yield from _by("was by", one.origins, other.origins)
+    yield from _by("now by", other.origins, one.origins)
+
+
+def _sent_lines(one: SentDifference) -> Iterator[str]:
+    axes = "groups that no axes make" if one.axes is None else ", ".join(one.axes)
+    moved = _change(_bytes(one.before), _bytes(one.after))
+    yield f"  {one.what}: {one.kind} along {axes} at {one.at}, {moved}"
+    for name, sent in ("was by", one.before), ("now by", one.after):
+        if sent is not None:
+            yield from _by(name, sent.origins, ())
+
+
+def _by(how: str, origins, others) -> Iterator[str]:
+    for origin in origins:
+        if origin not in others:
+            yield f"      {how} {origin}"
+
+
+def _change(before: int, after: int) -> str:
+    return f"{bytes_text(before)} -> {bytes_text(after)}"
+
+
+def _bytes(sent: Sent | None) -> int:
+    return sent.bytes if sent else 0
+
+
+def _most(pair: TensorDifference) -> int:
+    return max(pair.before.bytes_per_device, pair.after.bytes_per_device)
+
+
+def _total_bytes(side: Side) -> int:
+    return sum(one.bytes for one in side.sent.values())
+
+
+def _total_seconds(side: Side) -> float | None:
+    each = [one.seconds for one in side.sent.values()]
+    return None if None in each else sum(each)
+
+
+def _argument_bytes(side: Side) -> int:
+    return sum(
+        tensor.bytes_per_device
+        for name, tensor in side.tensors.items()
+        if name.startswith("argument ")
+    )

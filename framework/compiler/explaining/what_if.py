@@ -1,0 +1,150 @@
+"""What would differ if a tensor were split otherwise, without compiling anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.framework.compiler.explaining.difference import (
+    Difference,
+    LaidOut,
+    Sent,
+    SentKey,
+    Side,
+)
+from meshwright.framework.compiler.explaining.provenance import TensorLayout, Transfer
+from meshwright.framework.compiler.explaining.reasons import Reasons, Spot
+from meshwright.framework.compiler.explaining.transfers import transfers
+from meshwright.framework.compiler.explaining.why import find
+from meshwright.framework.compiler.hlo.hlo_text import itemsize
+from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.devices.links import Links
+from meshwright.framework.sharding.sharding import Sharding
+
+if TYPE_CHECKING:
+    from meshwright.framework.compiler.program import Program, TracedProgram
+
+
+def what_if(
+    program: Program | TracedProgram,
+    shardings: Mapping[str, Sequence | Sharding | None],
+    *,
+    topology: str | None = None,
+) -> Difference:
+    """What would differ if tensors were split otherwise, by propagation alone.
+
+    Shardy completes the program again, in this process; nothing is compiled. So what is
+    sent is what Shardy would write explicitly: XLA's partitioner and its later passes
+    may do better or worse.
+
+    Args:
+      program: compiled, or only traced.
+      shardings: by the name of a tensor (`why.find`) its new sharding: a dims
+        mapping as `mesh_split` takes it, or a `Sharding`. An annotation's takes the
+        place of its own; None takes an annotation away, and leaves an argument or a
+        result to completion.
+      topology: of the mesh's size, such as "v3:8x16", for estimated times.
+
+    Returns:
+      The difference, from the program as it is to the one asked for.
+
+    Raises:
+      ValueError: no such tensor, or several; a sharding that does not fit the tensor;
+        or no such topology.
+      LoweringError: Shardy cannot complete the program so.
+    """
+    reasons = program.reasons
+    links = None if topology is None else Links(reasons.mesh, topology)
+    changes: dict[Spot, Sharding | None] = {}
+    texts = []
+    for name, asked in shardings.items():
+        tensor = _only(reasons, name)
+        sharding = _sharding(reasons, tensor, asked)
+        changes[reasons.spot(tensor)] = sharding
+        texts.append(f"{name} {sharding or 'left to completion'}")
+    return compare(
+        (reasons.name, reasons),
+        (f"with {', '.join(texts)}", reasons.changed(changes)),
+        links,
+    )
+
+
+def compare(
+    before: tuple[str, Reasons], after: tuple[str, Reasons], links: Links | None = None
+) -> Difference:
+    """What differs between two programs with these names, by propagation alone."""
+    lies = [{_key(t): t.sharding for t in of.tensors} for _, of in (before, after)]
+    both = lies[0].keys() & lies[1].keys()
+    differ = {key for key in both if str(lies[0][key]) != str(lies[1][key])}
+    sides = [_side(*of, links, differ) for of in (before, after)]
+    return Difference(before=sides[0], after=sides[1])
+
+
+def _only(reasons: Reasons, name: str) -> TensorLayout:
+    found = find(reasons, name)
+    if len(found) > 1:
+        names = ", ".join(repr(tensor.name) for tensor in found[:6])
+        raise ValueError(
+            f"{reasons.name} has {len(found)} tensors {name!r}: {names}; name one"
+        )
+    return found[0]
+
+
+def _sharding(
+    reasons: Reasons, tensor: TensorLayout, asked: Sequence | Sharding | None
+) -> Sharding | None:
+    if asked is None or isinstance(asked, Sharding):
+        sharding = asked
+    else:
+        sharding = Sharding.from_dims_mapping(reasons.mesh, asked)
+    if sharding is not None and sharding.rank != len(tensor.shape):
+        raise ValueError(
+            f"{tensor.name} has {len(tensor.shape)} dims, {tensor.shape}, and the "
+            f"sharding {sharding} is of {sharding.rank}"
+        )
+    return sharding
+
+
+def _side(name: str, reasons: Reasons, links: Links | None, differ: set[str]) -> Side:
+    """A program; origins are only looked for of the tensors that differ."""
+    sent: dict[SentKey, list[Transfer]] = {}
+    for one in transfers(reasons, links):
+        sent.setdefault((one.at, " and ".join(one.kinds), one.axes), []).append(one)
+    with reasons.opened():
+        tensors = {
+            key: _laid_out(reasons, tensor, with_origins=key in differ)
+            for tensor in reasons.tensors
+            for key in [_key(tensor)]
+        }
+    return Side(
+        name=name, tensors=tensors, sent={key: _sum(of) for key, of in sent.items()}
+    )
+
+
+def _key(tensor: TensorLayout) -> str:
+    is_inside = tensor.kind is Kind.INSIDE
+    return tensor.name if is_inside else f"{tensor.kind.value} {tensor.name}"
+
+
+def _laid_out(reasons: Reasons, tensor: TensorLayout, *, with_origins: bool) -> LaidOut:
+    shard = tensor.sharding.shard_shape(tensor.shape)
+    found = reasons.provenances(reasons.place(tensor)) if with_origins else ()
+    return LaidOut(
+        type=f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]",
+        sharding=str(tensor.sharding),
+        bytes_per_device=math.prod(shard) * itemsize(tensor.dtype),
+        file=tensor.file,
+        line=tensor.line,
+        origins=tuple(dict.fromkeys(one.origin for one in found)),
+    )
+
+
+def _sum(of: Sequence[Transfer]) -> Sent:
+    seconds = [one.seconds for one in of]
+    origins = (o for one in of for o in (*one.before_origins, *one.after_origins))
+    return Sent(
+        bytes=sum(one.bytes * one.times for one in of),
+        seconds=None if None in seconds else sum(seconds),
+        origins=tuple(dict.fromkeys(origins)),
+    )

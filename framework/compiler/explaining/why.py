@@ -1,0 +1,204 @@
+"""Why a tensor lies where it lies: an answer for one question."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+
+from meshwright.framework.compiler.explaining.competitions import competitions
+from meshwright.framework.compiler.explaining.provenance import (
+    Competition,
+    Hop,
+    Provenance,
+    TensorLayout,
+    Transfer,
+)
+from meshwright.framework.compiler.explaining.reasons import Reasons
+from meshwright.framework.compiler.explaining.transfers import transfers
+from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.sizes import bytes_text
+
+_HOPS = 12
+"""Of a longer way the first and the last half of so many are printed."""
+GSPMD_NOTE = (
+    "GSPMD keeps no record of its reasons: these are Shardy's, which completes the "
+    "same annotations and may differ."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorReason:
+    """Why a tensor lies where it lies.
+
+    Args:
+      tensor: the tensor.
+      provenances: of each axis that splits it.
+      competitions: the axes that split a tensor beside it, and not this one.
+      transfers: what is sent where it is made or read.
+    """
+
+    tensor: TensorLayout
+    provenances: tuple[Provenance, ...]
+    competitions: tuple[Competition, ...]
+    transfers: tuple[Transfer, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer to `program.why(target, axis)`; its `str` is to be read.
+
+    Args:
+      target: the name, line or layer that was asked for.
+      axis: the axis that was asked for; None: all.
+      tensors: the tensors of that name, line or layer.
+      note: on whose reasons they are, "" if they are the partitioner's own.
+    """
+
+    target: str
+    axis: str | None
+    tensors: tuple[TensorReason, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [line for reason in self.tensors for line in self._lines(reason)]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+    def _lines(self, reason: TensorReason) -> Iterator[str]:
+        tensor = reason.tensor
+        shape = ",".join(map(str, tensor.shape))
+        source = f" at {tensor.source}" if tensor.source else ""
+        kind = "" if tensor.kind.value == "inside" else f"{tensor.kind.value} "
+        yield f"{kind}{tensor.name} {tensor.dtype}[{shape}] {tensor.sharding}{source}"
+        if not reason.provenances and not reason.competitions:
+            along = f"along {self.axis}" if self.axis else ""
+            yield f"  is not split {along}".rstrip() + ", nor is a tensor beside it"
+        for one in reason.provenances:
+            yield from provenance_lines(one)
+        for one in reason.competitions:
+            yield from competition_lines(one)
+        for one in reason.transfers:
+            yield from transfer_lines(one)
+
+
+def why(
+    reasons: Reasons,
+    target: str,
+    axis: str | None = None,
+    *,
+    partitioner: Partitioner = Partitioner.SHARDY,
+) -> Answer:
+    """Why tensors lie where they lie.
+
+    Args:
+      reasons: of the program.
+      target: see `find`.
+      axis: a mesh axis; None: all.
+      partitioner: the program's.
+
+    Raises:
+      ValueError: there is no such tensor, line or layer, or no such axis.
+    """
+    tensors = find(reasons, target)
+    if axis is not None:
+        reasons.mesh.part(axis)
+    sent = transfers(reasons)
+    with reasons.opened():
+        found = [_reason(reasons, tensor, axis, sent) for tensor in tensors]
+    return Answer(
+        target=target,
+        axis=axis,
+        tensors=tuple(found),
+        note="" if partitioner is Partitioner.SHARDY else GSPMD_NOTE,
+    )
+
+
+def find(reasons: Reasons, target: str) -> list[TensorLayout]:
+    """The tensors of a name, a line of code or a layer.
+
+    Args:
+      reasons: of the program.
+      target: the name that `explain` gives a tensor, or its last parts; a line, such as
+        "linear.py:12"; or a layer, such as "stack.dense".
+
+    Raises:
+      ValueError: there are none; the message has the nearest names.
+    """
+    for matches in (
+        lambda t: target in (t.name, f"{t.kind.value} {t.name}"),
+        lambda t: t.name.endswith((f"/{target}", f".{target}")),
+        lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
+        lambda t: f"/{t.file}:{t.line}".endswith(f"/{target.lstrip('/')}"),
+    ):
+        if found := [tensor for tensor in reasons.tensors if matches(tensor)]:
+            return found
+    named = [n for t in reasons.tensors for n in (t.name, t.source, t.layer) if n]
+    # Of long names the last part is what people remember.
+    ends = {name.split("/")[-1]: name for name in named} | {n: n for n in named}
+    near = difflib.get_close_matches(target, ends, 4, cutoff=0.4)
+    texts = ", ".join(dict.fromkeys(repr(ends[name]) for name in near))
+    hint = f"; near it are {texts}" if near else ""
+    raise ValueError(
+        f"{reasons.name} has no tensor, line or layer {target!r}{hint}: explain prints "
+        "the names of all"
+    )
+
+
+def _reason(
+    reasons: Reasons, tensor: TensorLayout, axis: str | None, sent: Sequence[Transfer]
+) -> TensorReason:
+    place = reasons.place(tensor)
+    name = reasons.name_of(place)
+
+    def asked(axes: Sequence[str]) -> bool:
+        entire = reasons.mesh.entire(axes)
+        return axis is None or reasons.mesh.part(axis).axis in entire
+
+    return TensorReason(
+        tensor=tensor,
+        provenances=tuple(p for p in reasons.provenances(place) if asked([p.axis])),
+        competitions=tuple(c for c in competitions(reasons, place) if asked([c.axis])),
+        transfers=tuple(t for t in sent if name in (t.at, t.tensor) and asked(t.axes)),
+    )
+
+
+def provenance_lines(provenance: Provenance) -> Iterator[str]:
+    """What an axis comes from, and the way it took."""
+    yield f"  {provenance.axis} on dim {provenance.dim} is from {provenance.origin}"
+    for hop in _shortened(provenance.way):
+        yield f"      {hop}"
+
+
+def _shortened(way: Sequence[Hop]) -> list[Hop | str]:
+    if len(way) <= _HOPS:
+        return list(way)
+    left = len(way) - _HOPS
+    return [*way[: _HOPS // 2], f"... {left} more ...", *way[-_HOPS // 2 :]]
+
+
+def competition_lines(competition: Competition) -> Iterator[str]:
+    """Which axis did not come, what came in its place, and what decided."""
+    c = competition
+    yield f"  {c.axis} on dim {c.dim} splits {c.neighbor} beside it, at {c.at}"
+    yield f"      it is from {c.loser.origin}{_step(c.loser)}"
+    if c.winner is not None:
+        won = f"{c.winner.axis} on dim {c.winner.dim}"
+        yield f"      {won} won, from {c.winner.origin}{_step(c.winner)}"
+    yield f"      decided by {c.decided.value}"
+
+
+def _step(provenance: Provenance) -> str:
+    return f", step {provenance.step}" if provenance.way else ", from the start"
+
+
+def transfer_lines(transfer: Transfer) -> Iterator[str]:
+    """What is sent, between which shardings, and the annotations behind each."""
+    t = transfer
+    often = f", {t.times} times in a loop" if t.times > 1 else ""
+    kinds = " and ".join(t.kinds)
+    along = ", ".join(t.axes)
+    yield f"  {kinds} along {along} at {t.at}, {bytes_text(t.bytes)}{often}"
+    yield f"      {t.tensor} {t.before} -> {t.after}"
+    for name, origins in ("before", t.before_origins), ("after", t.after_origins):
+        for origin in origins:
+            yield f"      {name}: {origin}"

@@ -1,0 +1,159 @@
+"""What would be otherwise, and what is: by propagation, and as compiled."""
+
+import dataclasses
+import functools
+
+import pytest
+import tensorflow as tf
+
+from meshwright import framework as mw
+from meshwright.framework.compiler.program import trace_program
+from tests.framework.hlo.why.why_programs import MESH, kept, traced
+
+TALL = mw.DeviceMesh(("X", "Y"), (4, 2))
+M, H = 64, 256
+
+
+def feed_forward(mesh, hidden):
+    """Whose hidden layer is split so."""
+
+    def fn(w_in, w_out, x):
+        y = mw.mesh_split(tf.nn.relu(x @ w_in), mesh, [None, hidden])
+        return y @ w_out
+
+    return fn
+
+
+def of_plan(mesh=MESH, hidden="Y", **how):
+    weights = [
+        mw.Sharding.from_dims_mapping(mesh, d) for d in ([None, "Y"], ["Y", None])
+    ]
+    return trace_program(
+        feed_forward(mesh, hidden),
+        [tf.TensorSpec([M, H]), tf.TensorSpec([H, M]), tf.TensorSpec([8, M])],
+        mesh,
+        in_shardings=[*weights, None],
+        name="plan",
+        **how,
+    )
+
+
+def named(found, name):
+    (match,) = (one for one in found if getattr(one, "name", None) == name)
+    return match
+
+
+def test_a_tensor_split_otherwise_changes_its_neighbours_and_what_is_sent():
+    difference = mw.what_if(of_plan(), {"Relu": [None, "X"]}, topology="v3:2x2")
+    relu = named(difference.tensors, "Relu")
+    assert (relu.before.sharding, relu.after.sharding) == ("[_,Y]", "[_,X]")
+    (origin,) = relu.after.origins
+    assert origin.kind.value == "what was asked for,"
+    # To be annotated again by Y it moves, which it did not before.
+    came = [one for one in difference.collectives if one.what == "came"]
+    assert any(one.at == "XlaSharding" for one in came)
+    before, after = difference.sent_bytes
+    assert after > before
+    assert difference.sent_seconds[1] > difference.sent_seconds[0] > 0
+    text = str(difference)
+    assert "plan -> with Relu [_,X]" in text
+    assert "Relu f32[8,256] [_,Y] -> [_,X] at why/test_what_if.py:" in text
+    assert "now by what was asked for, Relu [_,X]" in text
+
+
+def test_what_if_says_what_the_program_with_that_annotation_does():
+    asked = mw.what_if(of_plan(), {"XlaSharding": [None, "X"]})
+    written = mw.explain_difference(of_plan(), of_plan(hidden="X"))
+
+    def lies(difference):
+        return {
+            t.name: (t.before.sharding, t.after.sharding) for t in difference.tensors
+        }
+
+    assert lies(asked) == lies(written) != {}
+    assert asked.sent_bytes == written.sent_bytes
+
+
+def test_an_annotation_and_an_argument_can_be_left_to_completion():
+    difference = mw.what_if(of_plan(), {"XlaSharding": None, "argument 1": None})
+    assert difference.only_before == ["XlaSharding"]
+    # The first weight is still split along Y, and the second follows it.
+    assert not difference.tensors
+    nothing = dict.fromkeys(["XlaSharding", "argument 0", "argument 1"])
+    relu = named(mw.what_if(of_plan(), nothing).tensors, "Relu")
+    assert (relu.before.sharding, relu.after.sharding) == ("[_,Y]", "[_,_]")
+    assert relu.before.origins and not relu.after.origins
+
+
+def test_of_a_result_the_sharding_can_be_asked_for():
+    difference = mw.what_if(of_plan(), {"result": ["X", None]})
+    result = named(difference.tensors, "result result")
+    assert (result.before.sharding, result.after.sharding) == ("[_,_]", "[X,_]")
+    assert result.after.bytes_per_device * 2 == result.before.bytes_per_device
+
+
+def test_nothing_changes_where_nothing_is_asked_for():
+    difference = mw.what_if(kept("looped"), {})
+    assert not difference.tensors and not difference.collectives
+    assert difference.sent_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "topology", "message"),
+    [
+        ({"Reluu": ["X", None]}, None, "no tensor, line or layer 'Reluu'; near it"),
+        ({"Relu": ["X"]}, None, r"Relu has 2 dims, \(8, 256\), and the sharding"),
+        ({"Relu": ["Z", None]}, None, "Z"),
+        ({"Relu": ["X", None]}, "v3:4x4", "has 32 devices, but the device mesh"),
+        ({"test_what_if.py:LINE": [None, "X"]}, None, "has 3 tensors .*; name one"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(asked, topology, message):
+    program = of_plan()
+    (relu,) = program.why("Relu").tensors
+    line = str(relu.tensor.line)
+    asked = {name.replace("LINE", line): dims for name, dims in asked.items()}
+    with pytest.raises(ValueError, match=message):
+        mw.what_if(program, asked, topology=topology)
+
+
+@functools.cache
+def compiled(mesh=MESH, hidden="Y", partitioner=mw.Partitioner.SHARDY):
+    return of_plan(mesh, hidden, partitioner=partitioner).compile()
+
+
+def test_of_two_plans_it_tells_tensors_collectives_and_annotations():
+    difference = mw.explain_difference(
+        mw.explain(compiled(), reasons=True), compiled(hidden="X"), topology="v3:2x2"
+    )
+    relu = named(difference.tensors, "Relu")
+    assert (relu.before.sharding, relu.after.sharding) == ("[_,Y]", "[_,X]")
+    assert "[_,Y]" in str(relu.before.origins[0])
+    assert "annotation" in str(relu.after.origins[0])
+    assert {one.what for one in difference.collectives} & {"came", "grew"}
+    sent = sum(c.bytes for c in compiled(hidden="X").collectives())
+    assert difference.sent_bytes[1] == pytest.approx(sent)
+    assert difference.sent_seconds[0] > 0
+    assert "XlaSharding" in str(difference) or "annotation" in str(difference)
+
+
+def test_of_two_partitioners_and_of_two_meshes():
+    gspmd = compiled(partitioner=mw.Partitioner.GSPMD)
+    difference = mw.explain_difference(compiled(), gspmd)
+    assert "completed by shardy -> " in str(difference)
+    other = mw.explain_difference(compiled(), compiled(TALL))
+    assert "X=2, Y=4" in other.before.name and "X=4, Y=2" in other.after.name
+    weight = other.before.tensors["argument 0"], other.after.tensors["argument 0"]
+    assert weight[0].bytes_per_device * 2 == weight[1].bytes_per_device
+
+
+def test_an_explanation_cannot_be_compared_with_what_is_only_traced():
+    with pytest.raises(ValueError, match="compile the other program too"):
+        mw.explain_difference(mw.explain(compiled()), traced("looped"))
+
+
+def test_a_difference_is_of_plain_values():
+    difference = mw.what_if(of_plan(), {"Relu": [None, "X"]})
+    fields = dataclasses.asdict(difference)
+    assert set(fields) == {"before", "after"}
+    assert fields["after"]["tensors"]["Relu"]["sharding"] == "[_,X]"

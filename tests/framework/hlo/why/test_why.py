@@ -1,0 +1,141 @@
+"""`program.why`, and the reasons in `explain`: what they say, and of what."""
+
+import functools
+
+import pytest
+import tensorflow as tf
+
+from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
+from tests.framework.hlo.why.why_programs import MESH, kept, lies, traced
+
+over_partitioners = pytest.mark.parametrize("partitioner", mw.Partitioner)
+
+
+@functools.cache
+def explained(partitioner):
+    program = traced("looped", partitioner, lies("X", "Y")).compile()
+    return program, mw.explain(program, reasons=True)
+
+
+def one(answer):
+    (found,) = answer.tensors
+    return found
+
+
+def test_a_tensor_is_found_by_its_name_its_path_its_line_and_its_kind():
+    program = kept("looped")
+    tanh = one(program.why("while/Tanh")).tensor
+    assert one(program.why("Tanh")).tensor == tanh
+    by_line = program.why(tanh.source)
+    assert tanh in [found.tensor for found in by_line.tensors]
+    assert one(program.why("argument 0")).tensor.shape == (16, 32)
+    both = [found.tensor.kind.value for found in program.why("0").tensors]
+    assert both == ["argument", "result"]
+
+
+def test_an_answer_tells_origin_way_competition_and_what_is_sent():
+    text = str(kept("looped").why("MatMul_1", "X"))
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0].startswith("while/MatMul_1 f32[8,16] [_,X] at why/why_programs.py:")
+    assert lines[1].startswith("X on dim 1 is from annotation XlaSharding [X,Y] at ")
+    assert lines[2].startswith("across through while (")
+    assert lines[3].startswith("forth through while/MatMul_1 (")
+    assert "X on dim 0 splits while/XlaSharding beside it, at while/MatMul_1" in lines
+    assert any(line.startswith("X on dim 1 won, from annotation") for line in lines)
+    assert any(line.startswith("decided by the op") for line in lines)
+    sent = lines.index("all-gather along X at while/MatMul_1, 256 B, 5 times in a loop")
+    assert lines[sent + 1] == "while/matmul [X,Y] -> [_,Y]"
+    assert lines[sent + 2].startswith("before: annotation while/XlaSharding [X,Y] at ")
+    assert "along Y" not in text
+
+
+def test_an_axis_that_splits_nothing_near_is_said_so():
+    answer = kept("looped").why("while/add", "Y")
+    assert str(answer).endswith("is not split along Y, nor is a tensor beside it")
+
+
+def test_the_reasons_of_gspmd_are_said_to_be_shardys():
+    assert str(traced("reshards", mw.Partitioner.GSPMD).why("Relu")).endswith(
+        GSPMD_NOTE
+    )
+    assert GSPMD_NOTE not in str(kept("reshards").why("Relu"))
+
+
+@pytest.mark.parametrize(
+    ("target", "axis", "message"),
+    [
+        (
+            "MatMull_1",
+            None,
+            "no tensor, line or layer 'MatMull_1'; near it are 'while/",
+        ),
+        ("why_programs.py:1", None, "'why_programs.py:1'; near it are 'why/why_progra"),
+        ("Zebra12345", None, "layer 'Zebra12345': explain prints the names of all"),
+        ("while/Tanh", "Z", "unknown mesh axis 'Z'"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_nearest_names(target, axis, message):
+    with pytest.raises(ValueError, match=message):
+        kept("looped").why(target, axis)
+
+
+def test_a_mesh_of_one_device_has_no_reasons():
+    mesh = mw.DeviceMesh(("X",), (1,))
+    program = mw.compile_program(lambda x: x + 1, [tf.TensorSpec([4])], mesh)
+    with pytest.raises(ValueError, match="has one device, so no tensor is split"):
+        program.why("add")
+
+
+def test_explain_tells_where_every_axis_comes_from():
+    explanation = explained(mw.Partitioner.SHARDY)[1]
+    known = explanation.known()
+    assert known.axes == known.with_reason > 15
+    text = str(explanation)
+    assert f"{known.axes} of {known.axes} axes with their reason" in text
+    assert "X on dim 1 is from annotation" in text
+    assert GSPMD_NOTE.split(":")[0] not in text
+
+
+@over_partitioners
+def test_collectives_tell_what_they_bring_together(partitioner):
+    explanation = explained(partitioner)[1]
+    (back,) = (t for t in explanation.tensors if t.op_name == "while/MatMul_1")
+    (gather,) = (c for c in back.collectives if c.kind == "all-gather")
+    (between,) = gather.between
+    assert (str(between.before), str(between.after)) == ("[X,Y]", "[_,Y]")
+    assert [o.name for o in between.before_origins] == ["while/XlaSharding"]
+    (total,) = (c for c in back.collectives if c.kind == "all-reduce")
+    assert str(total.between[0].before) == "[_,X]{U:Y}"
+    # Others at no tensor XLA made of what it moved out of loops.
+    assert all(c.between for c in explanation.elsewhere if c.kind == "all-to-all")
+
+
+def test_of_gspmd_only_axes_that_shardy_has_too_have_a_reason():
+    explanation = explained(mw.Partitioner.GSPMD)[1]
+    for tensor in explanation.tensors:
+        for found in tensor.provenances:
+            assert found.axis in tensor.sharding.dims[found.dim]
+    assert explanation.known().with_reason > 10
+    assert "GSPMD keeps no record of its reasons" in str(explanation)
+
+
+def test_without_being_asked_explain_has_no_reasons():
+    explanation = mw.explain(explained(mw.Partitioner.SHARDY)[0])
+    assert not any(tensor.provenances for tensor in explanation.tensors)
+    assert "with their reason" not in str(explanation)
+
+
+def test_text_of_one_axis():
+    explanation = explained(mw.Partitioner.SHARDY)[1]
+    text = explanation.text(axis="Y")
+    assert "that are split or sent along Y" in text
+    assert "MatMul_1 " in text  # It is summed along Y.
+    assert "Tanh " not in text
+    with pytest.raises(ValueError, match="unknown mesh axis 'Z'"):
+        explanation.text(axis="Z")
+
+
+def test_what_was_traced_needs_no_compiling():
+    assert str(kept("gradient").why("result 0")).startswith("result 0 f32[16,32]")
+    assert kept("gradient").reasons.mesh == MESH
