@@ -29,7 +29,9 @@ from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import instance
 from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.annotations import OnConflict, annotate
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import reshard_to
 from meshwright.layers.basic.entries import read, write
 from meshwright.layers.stacks.microbatches import Microbatches
 from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
@@ -233,12 +235,17 @@ class _Run:
             recompute=pipeline.stack.recompute,
             saved_names=pipeline.stack.saved_names,
             stacks=theta,
+            # As of all stages they can be unreduced, which no vectorized op can be. A
+            # manual region has its own.
+            annotates_gradients=pipeline.stage_mode is StageMode.MANUAL,
         )
         self.split = self.body.split
         self.weights = self.body.specs.map(pipeline.stacked)
         self.shardings = [
             spec.sharding(ctx.plan, path) for path, spec in self.weights.items_by_path()
         ]
+        tokens = self.plan.activation_sharding(["batch", "stream"], ctx.path).dims
+        self.token_axes = [axis for axes in tokens for axis in axes]
 
     def aux_by_layer(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Side results by stage and layer in the layers' order, over microbatches."""
@@ -294,14 +301,40 @@ class _Run:
             for mask, v in zip(masks, values, strict=True)
         ]
 
-    def _averaged_statistics(self, t, dweights: Sequence) -> list[tf.Tensor]:
-        """Gradients; those of statistics are values, averaged over microbatches."""
+    def _weight_gradients(self, t, dweights: Sequence) -> list[tf.Tensor]:
+        """Gradients of a microbatch, unreduced along the axes that split its tokens.
+
+        Those of statistics are values, averaged over microbatches.
+        """
         gradients = []
-        for spec, value in zip(self.body.specs.leaves(), dweights, strict=True):
+        for (path, spec), value in zip(
+            self.body.specs.items_by_path(), dweights, strict=True
+        ):
             if spec.is_statistic:
                 (value,) = self._in_valid(t, [value / self.microbatches.count])
-            gradients.append(value)
+            spec = spec.stacked(self.stages.count, STAGE_DIM)
+            sharding = self._unreduced(spec, path, self.token_axes)
+            gradients.append(annotate(value, sharding, on_conflict=OnConflict.REDUCE))
         return gradients
+
+    def _unreduced(self, spec, path: str, axes: Sequence[str]) -> Sharding:
+        """The sharding of a weight's gradient, unreduced along `axes` where it can be.
+
+        None of a statistic is.
+        """
+        plan = dataclasses.replace(self.ctx.plan, unreduced_gradient_axes=tuple(axes))
+        sharding = plan.read_sharding(spec.dims, path).dual()
+        return sharding.untyped() if spec.is_statistic else sharding
+
+    def _reduced(self, dstacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Gradients of weights, unreduced only as those of the plan's weights are."""
+        axes = self.ctx.plan.unreduced_gradient_axes
+        return [
+            reshard_to(stack, self._unreduced(spec, path, axes))
+            for (path, spec), stack in zip(
+                self.weights.items_by_path(), dstacks, strict=True
+            )
+        ]
 
     # The loops.
 
@@ -394,8 +427,15 @@ class _Run:
                         self.split.backward, [*arguments, *before[n:], *dx, *dout]
                     )
                     dx, dweights, more = divide(grads, self.body.counts[:2])
-                    dweights = self._averaged_statistics(t, dweights)
-                    dstacks = self._add(dstacks, dweights, slot, self.shardings)
+                    dweights = self._weight_gradients(t, dweights)
+                    slots = [
+                        self._scalar(rounds, t) * self.in_a_row + j
+                        for rounds in self.schedule.rounds
+                    ]
+                    dstacks = [
+                        self.stages.add_among(stack, value, slot, slots)
+                        for stack, value in zip(dstacks, dweights, strict=True)
+                    ]
                     dshared = self._add(dshared, more, self._microbatch(t))
                     return [i + 1, *self._annotated(dx), *dstacks, *dshared]
 
@@ -418,15 +458,15 @@ class _Run:
             last = self.pipeline.num_microbatches
             return [
                 *(d[0, :last] for d in dinputs),
-                *dstacks,
+                *self._reduced(dstacks),
                 *(tf.reduce_sum(d, axis=0) for d in dshared),
             ]
 
         return outputs, gradient
 
-    def _add(self, stacks, values, slot, shardings=None) -> list[tf.Tensor]:
-        triples = zip(stacks, values, shardings or [None] * len(stacks), strict=True)
-        return [self.stages.add(s, v, slot, like) for s, v, like in triples]
+    def _add(self, stacks, values, slot) -> list[tf.Tensor]:
+        pairs = zip(stacks, values, strict=True)
+        return [self.stages.add(stack, value, slot) for stack, value in pairs]
 
     def _iterations(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         count = self.schedule.iterations

@@ -94,6 +94,8 @@ class StackedBody:
       constants: packs both.
       recompute: what the backward pass computes again.
       saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
+      annotates_gradients: whether the gradients of weights are annotated; the stack
+        may do that itself.
 
     Raises:
       ValueError: the body's output is not like its input.
@@ -111,7 +113,9 @@ class StackedBody:
         recompute: Recompute,
         saved_names: Sequence[str],
         stacks: NestedMap | None = None,
+        annotates_gradients: bool = True,
     ):
+        self._annotates_gradients = annotates_gradients
         self._body, self._ctx, self._constants = body, ctx, constants
         self.specs = body.weights()
         if stacks is not None:
@@ -140,7 +144,12 @@ class StackedBody:
         x, weights, shared, fixed, keys = divide(flat, self.counts)
         x = tf.nest.pack_sequence_as(self.x, x)
         ctx = dataclasses.replace(self._ctx, key=keys[0] if keys else None)
-        theta = annotate_weights(ctx.plan, self.specs, self.specs.pack(weights))
+        theta = annotate_weights(
+            ctx.plan,
+            self.specs,
+            self.specs.pack(weights),
+            gradients=self._annotates_gradients,
+        )
         y = self._body.fprop(ctx, theta, x, **self._constants.pack(shared, fixed))
         self._aux = None
         returned = y

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Sequence
 
 import gin
@@ -106,34 +107,36 @@ class Stages:
 
         return self._locally(on_device, [stack, slot], shardings=[sharding, None])[0]
 
-    def add(
+    def add(self, stack: tf.Tensor, value: tf.Tensor, slot: tf.Tensor) -> tf.Tensor:
+        """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
+        if slot.shape.rank == 0:
+            return _added(stack, value, slot, dim=1)
+
+        def on_device(stacked, _):
+            return [_each(functools.partial(_added, dim=0), *stacked)]
+
+        return self._locally(on_device, [stack, value, slot])[0]
+
+    def add_among(
         self,
         stack: tf.Tensor,
         value: tf.Tensor,
         slot: tf.Tensor,
-        sharding: Sharding | None = None,
+        slots: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
+        """`add`, where `slot` is one of the scalars `slots`, which may be equal.
 
-        def at(stack, value, slot, *, dim):
-            # Fused with the write, the read keeps the TPU compiler from writing in
-            # place: gradients would be in memory twice.
-            total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
-            return write(stack, total, slot, dim=dim)
-
+        This is linear in what it adds: the gradients of weights stay unreduced.
+        """
         if slot.shape.rank == 0:
-            return at(stack, value, slot, dim=1)
-
-        def on_device(stacked, _):
-            stack, value, slot = stacked
-            return [_each(lambda s, v, i: at(s, v, i, dim=0), stack, value, slot)]
-
-        value_sharding = None
-        if sharding is not None:
-            dims = sharding.dims
-            value_sharding = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
-        shardings = [sharding, value_sharding, None]
-        return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
+            return self.add(stack, value, slot)
+        left = tf.ones_like(slot, tf.bool)
+        for one_slot in slots:
+            here, left = left & (slot == one_slot), left & (slot != one_slot)
+            mask = tf.reshape(here, [-1, *[1] * (value.shape.rank - 1)])
+            part = tf.where(mask, value, tf.zeros_like(value))
+            stack = _added(stack, part, one_slot, dim=1)
+        return stack
 
     def pick(self, table: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
         """The entries `index` [L] of a table [Q, ...] of all stages: [L, ...]."""
@@ -251,6 +254,13 @@ def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             f"pipeline: {error}: use StageMode.MANUAL on a mesh with one stage to a "
             "device, which needs no rule for it"
         ) from error
+
+
+def _added(stack: tf.Tensor, value: tf.Tensor, slot: tf.Tensor, *, dim: int):
+    # Fused with the write, the read keeps the TPU compiler from writing in place:
+    # gradients would be in memory twice.
+    total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
+    return write(stack, total, slot, dim=dim)
 
 
 def _each(fn, *stacked: tf.Tensor) -> tf.Tensor:

@@ -6,6 +6,7 @@ Dims: B batch, S sequence, M model, H hidden, E experts.
 import collections
 import dataclasses
 import functools
+import math
 import re
 
 import numpy as np
@@ -206,6 +207,19 @@ def test_equals_its_layers_in_a_row(sizes, mesh, stack, partitioner):
     assert_parity(layer, program)
     if mesh[0] > 1:
         assert_one_permute_each_way(layer, program)
+    if layer.stage_mode is VECTORIZED:
+        assert_gradients_are_reduced_after_the_loops(program)
+
+
+def assert_gradients_are_reduced_after_the_loops(program):
+    """In them the statistic alone is, which is a mean and no sum."""
+    reductions = [
+        (bool(re.search(r"/while(_\d+)?/", c.op_name)), c.shapes)
+        for c in program.collectives()
+        if c.kind in ("all-reduce", "reduce-scatter") and "data" in "".join(c.axes)
+    ]
+    for shapes in (shapes for in_loop, shapes in reductions if in_loop):
+        assert all(math.prod(shape) <= H for shape in shapes)
 
 
 def assert_one_permute_each_way(layer, program):
