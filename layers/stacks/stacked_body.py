@@ -6,6 +6,7 @@ Dims: L layers, B batch; everything else is the body's.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,8 @@ class StackedBody:
       saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
       annotates_gradients: whether the gradients of weights are annotated; the stack
         may do that itself.
+      deferred: expressions of paths of weights whose gradients are cut off, where they
+        are products (`SplitFunction.deferred`).
 
     Raises:
       ValueError: the body's output is not like its input.
@@ -114,6 +117,7 @@ class StackedBody:
         saved_names: Sequence[str],
         stacks: NestedMap | None = None,
         annotates_gradients: bool = True,
+        deferred: Sequence[str] = (),
     ):
         self._annotates_gradients = annotates_gradients
         self._body, self._ctx, self._constants = body, ctx, constants
@@ -138,6 +142,10 @@ class StackedBody:
             shared=shared,
             recompute=recompute,
             names=saved_names,
+            defer=[
+                not spec.is_statistic and any(re.fullmatch(p, path) for p in deferred)
+                for path, spec in self.specs.items_by_path()
+            ],
         )
 
     def _fprop(self, *flat: tf.Tensor) -> list[tf.Tensor]:

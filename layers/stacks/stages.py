@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import gin
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.compiler.xla import xla_data_pb2
@@ -107,6 +108,29 @@ class Stages:
 
         return self._locally(on_device, [stack, slot], shardings=[sharding, None])[0]
 
+    def entry(self, table: np.ndarray, t: tf.Tensor) -> tf.Tensor:
+        """The entry `t` of a table [iterations, L]: [L], split by stage."""
+        return self.annotate(read(tf.constant(table), t, dim=0))
+
+    def write(
+        self,
+        stack: tf.Tensor,
+        value: tf.Tensor,
+        slot: tf.Tensor,
+        sharding: Sharding | None = None,
+    ) -> tf.Tensor:
+        """A stack [L, Q, ...] with `value` [L, ...] at `slot` [L]; see `read`."""
+
+        def on_device(stacked, _):
+            return [_each(functools.partial(write, dim=0), *stacked)]
+
+        of_value = None
+        if sharding is not None:
+            dims = sharding.dims
+            of_value = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
+        shardings = [sharding, of_value, None]
+        return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
+
     def add(self, stack: tf.Tensor, value: tf.Tensor, slot: tf.Tensor) -> tf.Tensor:
         """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
         if slot.shape.rank == 0:
@@ -189,20 +213,29 @@ class Stages:
         if it has no sharding, are left to propagation.
         """
         rank = tensor.shape.rank
-        start = before + 1
-        if like is not None:
-            start = rank - like.spec.shape.rank
-        dims = [()] * rank
-        dims[before] = self.axes
         if like is None or like.sharding is None:
-            unspecified = range(start, rank)
+            start = before + 1 if like is None else rank - like.spec.shape.rank
+            dims = [()] * rank
+            dims[before] = self.axes
+            sharding, unspecified = Sharding(self.mesh, tuple(dims)), range(start, rank)
         else:
+            start = rank - like.spec.shape.rank
+            sharding = self.sharding(like, start, before=before)
             unspecified = [start + dim for dim in like.unspecified_dims]
-            proto = xla_data_pb2.OpSharding.FromString(like.sharding)
-            layout = Sharding.from_op_sharding(self.mesh, proto, rank - start)
-            dims[start:] = layout.dims
-        sharding = Sharding(self.mesh, tuple(dims))
         return annotate(tensor, sharding.opened(unspecified))
+
+    def sharding(self, like: Saved, more: int, *, before: int = 0) -> Sharding | None:
+        """The sharding of a tensor like `like` after `more` dims, one of them stages.
+
+        None if `like` has none. Dims that it leaves open are unsharded.
+        """
+        if like.sharding is None:
+            return None
+        proto = xla_data_pb2.OpSharding.FromString(like.sharding)
+        layout = Sharding.from_op_sharding(self.mesh, proto, like.spec.shape.rank)
+        dims = [()] * more
+        dims[before] = self.axes
+        return Sharding(self.mesh, (*dims, *layout.dims))
 
     def _is_stage(self, stage: int, like: tf.Tensor) -> tf.Tensor:
         """bool [L, 1, ...]."""
