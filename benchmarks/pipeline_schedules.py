@@ -1,7 +1,8 @@
 """What a pipeline's schedules leave idle, from programs compiled for TPUs.
 
     python benchmarks/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
-      [--deferred=,.*] [--topology=v3:8x16] [--job=paper/table4_8x8x4.gin]
+      [--deferred=,.*] [--recompute=NOTHING] [--topology=v3:8x16]
+      [--job=paper/table4_8x8x4.gin]
 
 The pipelined Transformer of GSPMD's Table 4, smaller batches, with 8 stages: GPipe's
 schedule and the circular one, gradients of weights in the backward loop or after it
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from meshwright.framework.modeling.recompute import Recompute
 from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
@@ -66,14 +68,25 @@ def stack_seconds(report: CompileReport, pipeline: PlannedPipeline) -> float:
 
 
 def planned(
-    gin_file: str, topology: str, repeats: int, microbatches: int, deferred: str
+    gin_file: str,
+    topology: str,
+    repeats: int,
+    microbatches: int,
+    deferred: str,
+    recompute: str | None,
 ) -> CompileReport:
+    """The compiled step, with `Repeat.recompute` as the job has it if not given."""
     params = [
         f"NUM_MICROBATCHES = {microbatches}",
         f"GLOBAL_BATCH = {microbatches * ROWS_A_MICROBATCH}",
         f"Pipeline.num_repeats = {repeats}",
         f"Pipeline.deferred_gradients = {(deferred,) if deferred else ()}",
     ]
+    if recompute is not None:
+        params += [
+            f"Repeat.recompute = %Recompute.{recompute}",
+            "Repeat.saved_names = ()",
+        ]
     experiment, _ = build_experiment([gin_file], params)
     return plan(experiment, topology=topology)
 
@@ -101,6 +114,8 @@ def define_flags() -> None:
     flags.DEFINE_string("job", "paper/table4_8x8x4.gin", "The job.")
     flags.DEFINE_string("topology", "v3:8x16", "The topology.")
     flags.DEFINE_integer("microbatches", 16, "A step.", lower_bound=1)
+    policies = [policy.name for policy in Recompute]
+    flags.DEFINE_enum("recompute", None, policies, "`Repeat.recompute`, if given.")
     flags.DEFINE_list("repeats", ["1", "2", "4"], "Rounds of the schedules.")
     flags.DEFINE_list("deferred", ["", ".*"], "`Pipeline.deferred_gradients`.")
 
@@ -115,7 +130,12 @@ def main(argv: Sequence[str]) -> None:
     for repeats in map(int, given.repeats):
         for deferred in given.deferred:
             report = planned(
-                given.job, given.topology, repeats, given.microbatches, deferred
+                given.job,
+                given.topology,
+                repeats,
+                given.microbatches,
+                deferred,
+                given.recompute,
             )
             print(row(report, deferred), flush=True)
     stages = report.pipelines[0].schedule.num_stages

@@ -183,6 +183,15 @@ class Pipeline(Layer):
         """Weights, or anything else by stage and layer, as the `Repeat` has them."""
         return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
 
+    def by_stage(self, stack: tf.Tensor) -> tf.Tensor:
+        """A stack in the order of layer numbers as this layer has it, [L, Q, ...]."""
+        repeats, rest = self.num_repeats, stack.shape[1:]
+        in_a_row = self.layers_of_stage // repeats
+        stack = tf.reshape(stack, [repeats, self.num_stages, in_a_row, *rest])
+        order = [1, 0, 2, *range(3, stack.shape.rank)]
+        lead = [self.num_stages, self.layers_of_stage]
+        return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
+
     def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
         """See `Repeat.saved`; with the gradients of the microbatches' inputs.
 
