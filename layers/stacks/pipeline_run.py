@@ -200,18 +200,20 @@ class PipelineRun:
         None of a statistic is.
         """
         plan = dataclasses.replace(self.ctx.plan, unreduced_gradient_axes=tuple(axes))
-        sharding = plan.read_sharding(spec.dims, path).dual()
+        sharding = plan.read_sharding(spec.dims, path).dual().without_trivial_types()
         return sharding.untyped() if spec.is_statistic else sharding
 
     def _reduced(self, dstacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gradients of weights, unreduced only as those of the plan's weights are."""
         axes = self.ctx.plan.unreduced_gradient_axes
-        return [
-            reshard_to(stack, self._unreduced(spec, path, axes))
-            for (path, spec), stack in zip(
-                self.weights.items_by_path(), dstacks, strict=True
-            )
-        ]
+        reduced = []
+        for (path, spec), stack in zip(
+            self.weights.items_by_path(), dstacks, strict=True
+        ):
+            before = self._unreduced(spec, path, self.token_axes)
+            after = self._unreduced(spec, path, axes)
+            reduced.append(stack if before == after else reshard_to(stack, after))
+        return reduced
 
     # The loops.
 
