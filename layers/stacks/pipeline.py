@@ -67,7 +67,8 @@ class Pipeline(Layer):
 
     Raises:
       ValueError: stages and repeats do not divide the layers; a number below 1; an
-        unrolled stack; an expression that fits no weight.
+        unrolled stack; an expression that fits no weight, or when the layers are
+        traced, none whose gradient is a product.
     """
 
     stack: Repeat = instance(example="@Repeat()")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -80,8 +80,8 @@ def pipeline(
 
     Raises:
       ValueError: the sizes do not divide; weights of different N, or no weights; a path
-        in `weight_dims` that is none; `fn` returns something not like `x`; an op that
-        cannot be vectorized.
+        in `weight_dims` that is none; `fn` returns something not like `x`, or reads
+        variables or tensors that it is not given; an op that cannot be vectorized.
     """
     weights = NestedMap(weights).map(tf.convert_to_tensor)
     count = _count(weights)
@@ -129,11 +129,35 @@ class PipelinedFunction(Layer):
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
         if ctx.key is not None:
             constants["key"] = ctx.random_key()
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.captures)
         made = self.fn(theta, x, **constants)
+        _check_captures(tensor for tensor, _ in graph.captures[before:])
         if not isinstance(made, tuple) or _is_like(made, x):
             return made
+        if len(made) != 2 or not isinstance(made[1], Mapping):
+            raise ValueError(
+                "pipeline: the function returns a tuple that is neither like its x nor "
+                f"a pair of that and a mapping of results on the side: {made}"
+            )
         x, aux = made
-        return NestedMap(x=x, aux=NestedMap(aux))
+        return NestedMap(x=x, aux=NestedMap(aux).map(tf.convert_to_tensor))
+
+
+def _check_captures(tensors: Iterable[tf.Tensor]) -> None:
+    """Raises ValueError for what a function reads and is not given, but constants."""
+    for tensor in tensors:
+        if tensor.dtype == tf.resource:
+            what = "a variable"
+        elif tf.is_symbolic_tensor(tensor) and tensor.op.type != "Const":
+            what = f"a tensor {tensor.name!r}"
+        else:
+            continue
+        raise ValueError(
+            f"pipeline: the function reads {what} that it is not given, which would "
+            "get no gradient: give it among the weights, stacked for all layers, or as "
+            "a keyword, by rows of the batch"
+        )
 
 
 def _is_like(made: Any, x: Any) -> bool:

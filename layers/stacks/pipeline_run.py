@@ -312,6 +312,8 @@ class PipelineRun:
                 dout = self._in_valid(t, [self.stages.read(d, slot) for d in daux])
                 grads = self.stages.run(backward, [*arguments, *before[n:], *dx, *dout])
                 dx, dweights, more, factors = divide(grads, counts[1:])
+                if self.stores.by_layer:
+                    more = self._in_valid(t, more)
                 dstacks = self._add_weights(t, j, dstacks, dweights)
                 dshared = self._add(dshared, more, self._microbatch(t))
                 made = self.stores.write(made, factors, new, t, j)
@@ -389,6 +391,10 @@ class PipelineRun:
             )
         ]
         dweights = self._unreduced_gradients(dweights, deferred=False)
+        if self.stores.by_layer:
+            # What bubbles read is of another layer and microbatch than their weights
+            # and masks: their gradients may be NaN.
+            dweights = self._in_valid(t, dweights)
         slot = self._slot(t, j)
         slots = [
             self._scalar(rounds, t) * self.in_a_row + j

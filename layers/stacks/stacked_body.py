@@ -101,7 +101,8 @@ class StackedBody:
         are products (`SplitFunction.deferred`).
 
     Raises:
-      ValueError: the body's output is not like its input.
+      ValueError: the body's output is not like its input; an expression of `deferred`
+        fits no weight whose gradient can be cut off.
     """
 
     def __init__(
@@ -147,6 +148,21 @@ class StackedBody:
                 for path, spec in self.specs.items_by_path()
             ],
         )
+        self._check_deferred(deferred)
+
+    def _check_deferred(self, patterns: Sequence[str]) -> None:
+        split = self.split.deferred
+        are_cut = [False] * self.counts[1] if split is None else split.weights
+        pairs = zip(self.specs.items_by_path(), are_cut, strict=True)
+        cut = [path for (path, _), is_cut in pairs if is_cut]
+        for pattern in patterns:
+            if not any(re.fullmatch(pattern, path) for path in cut):
+                raise ValueError(
+                    f"layer {self._ctx.path!r}: deferred_gradients has {pattern!r}, "
+                    "but no weight that it fits has a gradient that is one product of "
+                    "what differs by microbatch: leave it out; such weights are "
+                    f"{', '.join(cut) or 'none'}"
+                )
 
     def _fprop(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         x, weights, shared, fixed, keys = divide(flat, self.counts)

@@ -261,6 +261,14 @@ def test_deferred_gradients_are_the_same(sizes, mesh, stack, partitioner):
         assert_gradients_are_reduced_after_the_loops(program)
 
 
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_of_some_weights_gradients_stay_in_the_loop(partitioner):
+    layer = pipeline(2, 3, 2, deferred=("w_out",))
+    program = compiled(layer, plan(2, 2, 2), partitioner)
+    assert_parity(layer, program)
+    assert_gradients_are_reduced_after_the_loops(program)
+
+
 def test_a_deferred_gradient_is_a_product_after_the_backward_loop():
     for deferred, in_loop in [((), 2), (("w_out",), 1), (("w_.*",), 0)]:
         layer = pipeline(2, 6, deferred=deferred)
@@ -418,6 +426,11 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
             lambda: pipeline(2, 2, deferred=("w_in", "attention.*")),
             r"deferred_gradients has 'attention.\*', which fits no weight of a layer; "
             r"it has average, w_in, w_out",
+        ),
+        (
+            lambda: run_small(pipeline(2, 2, deferred=("w_in", "average")), **ROWS),
+            r"'stack': deferred_gradients has 'average', but no weight that it fits .*"
+            r" is one product .*: leave it out; such weights are w_in$",
         ),
         (
             lambda: run_small(pipeline(2, 5), **ROWS),

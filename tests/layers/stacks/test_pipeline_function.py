@@ -164,6 +164,27 @@ def test_several_inputs_and_random_numbers():
     assert len({*np.round(first[0] - first[0].mean(1, keepdims=True), 4)[:, 0]}) == B
 
 
+def test_bubbles_add_nothing_to_gradients():
+    """Not even what is NaN for one microbatch's x with another's constants."""
+
+    def fn(weights, x, scale):
+        y = tf.sqrt(4.0 * scale**2 - x**2) @ weights["w"]
+        return scale * tf.tanh(y), {"loss": tf.reduce_mean(y)}
+
+    weights = {"w": tf.constant(WEIGHTS["mlp"]["w_in"][:, :, :M])}
+    scale = np.where(np.arange(B) % MICROBATCHES, 1.0, 0.1)
+    scale = tf.constant(scale[:, None], X.dtype)
+    args = weights, scale * tf.tanh(X), scale
+
+    def pipelined(weights, x, scale):
+        how = {"num_stages": LAYERS, "deferred_gradients": ["w"], "weight_dims": {}}
+        made = pipeline(fn, weights, x, **HOW | how, scale=scale)
+        return made.x, dict(made.aux)
+
+    want = gradients(functools.partial(in_a_row, fn), *args)
+    assert_close(gradients(pipelined, *args), want)
+
+
 @pytest.mark.parametrize(
     ("weights", "how", "message"),
     [
@@ -194,3 +215,30 @@ def test_what_does_not_fit_is_refused(weights, how, message):
 def test_a_function_returns_what_it_takes():
     with pytest.raises(ValueError, match="must return what it takes"):
         pipeline(lambda w, x: x[:, :2], WEIGHTS, X, **HOW)
+
+
+VARIABLE = tf.Variable(2.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda w, x: (x, x, x), "neither like its x nor a pair of that and a mapping"),
+        (lambda w, x: (x, x), "neither like its x nor a pair of that and a mapping"),
+        (lambda w, x: x * VARIABLE, "reads a variable that it is not given, which wou"),
+    ],
+)
+def test_what_a_function_does_wrong_is_told(fn, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline(fn, WEIGHTS, X, **HOW)
+
+
+def test_a_function_is_given_what_it_reads():
+    @tf.function
+    def run(x):
+        two, scale = tf.constant(2.0), tf.reduce_max(x)
+        pipeline(lambda w, x: two * x, WEIGHTS, x, **HOW)
+        pipeline(lambda w, x: scale * x, WEIGHTS, x, **HOW)
+
+    with pytest.raises(ValueError, match="reads a tensor 'Max:0' that it is not given"):
+        run.get_concrete_function(tf.TensorSpec(X.shape))
