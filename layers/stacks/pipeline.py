@@ -61,9 +61,10 @@ class Pipeline(Layer):
         the circular schedule, for fewer bubbles with few microbatches.
       stage_mode: how a layer becomes all stages' layers.
       deferred_gradients: regular expressions of paths of a layer's weights, such as
-        "feed_forward.*". Their gradients, where they are products, are computed after
-        the backward loop, over all microbatches at once: so they have no bubbles (as in
-        Qi et al. 2023), and their factors are in memory until then.
+        "feed_forward.*". Their gradients, where each is one product of what differs by
+        microbatch, are computed after the backward loop, over all microbatches at once:
+        so they have no bubbles (as in Qi et al. 2023), and their factors are in memory
+        until then.
 
     Raises:
       ValueError: stages and repeats do not divide the layers; a number below 1; an
