@@ -111,7 +111,7 @@ def row(report: CompileReport, deferred: str) -> str:
 
 def define_flags() -> None:
     """Called only by this program."""
-    flags.DEFINE_string("job", "paper/table4_8x8x4.gin", "The job.")
+    flags.DEFINE_string("job", "paper/table4_8x8x4.gin", "It has GLOBAL_BATCH.")
     flags.DEFINE_string("topology", "v3:8x16", "The topology.")
     flags.DEFINE_integer("microbatches", 16, "A step.", lower_bound=1)
     policies = [policy.name for policy in Recompute]

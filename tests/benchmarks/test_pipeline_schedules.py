@@ -95,8 +95,13 @@ def test_a_row_of_what_does_not_fit():
 
 @pytest.mark.slow
 @needs.libtpu
-def test_prints_its_table():
-    command = [sys.executable, SCRIPT, "--job=lm/stdlib_pipeline.gin"]
+def test_prints_its_table(tmp_path):
+    job = tmp_path / "job.gin"
+    job.write_text(
+        "include 'lm/stdlib_pipeline.gin'\n"
+        "Experiment.global_batch = %GLOBAL_BATCH\nGLOBAL_BATCH = 16\n"
+    )
+    command = [sys.executable, SCRIPT, f"--job={job}"]
     options = ["--topology=v3:2x2", "--microbatches=4", "--repeats=1", "--deferred=.*"]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, timeout=900
