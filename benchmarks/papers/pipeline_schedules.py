@@ -1,6 +1,6 @@
 """What a pipeline's schedules leave idle, from programs compiled for TPUs.
 
-    python benchmarks/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
+    python benchmarks/papers/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
       [--deferred=,.*] [--recompute=NOTHING] [--topology=v3:8x16]
       [--job=paper/table4_8x8x4.gin]
 

@@ -7,13 +7,13 @@ import types
 
 import pytest
 
-from benchmarks import pipeline_schedules
+from benchmarks.papers import pipeline_schedules
 from meshwright.framework.compiler.hlo.step_time import Loop
 from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from tests import needs
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "pipeline_schedules.py"
+SCRIPT = pathlib.Path(pipeline_schedules.__file__)
 
 
 def schedule(stages, microbatches, repeats=1):
