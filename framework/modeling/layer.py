@@ -260,18 +260,26 @@ class Layer(Checked):
 
 
 def annotate_weights(
-    plan: ShardingPlan, specs: NestedMap, theta: NestedMap
+    plan: ShardingPlan, specs: NestedMap, theta: NestedMap, *, gradients: bool = True
 ) -> NestedMap:
-    """Annotates weights where they are read, and thereby their gradients."""
+    """Annotates weights where they are read, and their gradients if `gradients`."""
 
     def annotated(path: str, weight: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
         sharding = plan.read_sharding(spec.dims, path)
-        if spec.statistic_decay is not None:  # Its "gradient" is a value.
+        if spec.is_statistic:  # Its "gradient" is a value.
             sharding = sharding.untyped()
-        weight = annotate(weight, sharding, on_conflict=OnConflict.REDUCE)
+        if gradients:
+            weight = annotate(weight, sharding, on_conflict=OnConflict.REDUCE)
+        else:
+            weight = _annotated_forward(weight, sharding)
         return note_weight(weight, path)
 
     return theta.map_with_path(annotated, specs)
+
+
+def _annotated_forward(weight: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+    """`weight`, annotated, and its gradient not."""
+    return tf.custom_gradient(lambda x: (annotate(x, sharding), lambda dy: dy))(weight)
 
 
 def added_up(plan: ShardingPlan, specs: NestedMap, gradients: NestedMap) -> NestedMap:

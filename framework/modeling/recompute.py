@@ -25,6 +25,11 @@ _TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Unpack", "SplitV"}
 )
+_PRODUCTS = frozenset(
+    {"MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "XlaDotV2"}
+)
+# Ops between a product and a gradient that follows from a sum of products as well.
+_LINEAR = _VIEWS - {"Unpack", "SplitV"} | {"Cast", "XlaSharding"}
 # Ops that read nothing of a tensor but its shape, which is known statically.
 _STATIC = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 
@@ -105,6 +110,30 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeferredProducts:
+    """Gradients of weights that are products, cut off the backward part.
+
+    Their factors may be kept, and the products of several uses be computed at once.
+
+    Args:
+      weights: for each weight, whether its gradient is cut off.
+      backward: as of `SplitFunction`, without those gradients, and with the factors
+        that are `made` after all others.
+      made: the factors that are neither inputs nor saved.
+      factors: the number of each factor among [*inputs, *saved, *made].
+      multiply: (*factors) -> products, of which those of several uses add up.
+      finish: (*products) -> gradients.
+    """
+
+    weights: tuple[bool, ...]
+    backward: Callable[..., Sequence[tf.Tensor]]
+    made: tuple[Saved, ...]
+    factors: tuple[int, ...]
+    multiply: Callable[..., Sequence[tf.Tensor]]
+    finish: Callable[..., Sequence[tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
 class SplitFunction:
     """A function and its gradient, cut at the saved tensors. All sequences are flat.
 
@@ -115,6 +144,7 @@ class SplitFunction:
       outputs: the outputs, which `forward` returns first.
       saved: the saved tensors, which it returns after them.
       reads: for inputs, then saved tensors, whether `backward` needs their values.
+      deferred: the same with products cut off, if that was requested.
     """
 
     forward: Callable[..., Sequence[tf.Tensor]]
@@ -122,6 +152,7 @@ class SplitFunction:
     outputs: tuple[Saved, ...]
     saved: tuple[Saved, ...]
     reads: tuple[bool, ...]
+    deferred: DeferredProducts | None = None
 
 
 def split_function(
@@ -133,6 +164,7 @@ def split_function(
     shared: Sequence[tf.TensorSpec] = (),
     recompute: Recompute,
     names: Sequence[str] = (),
+    defer: Sequence[bool] = (),
 ) -> SplitFunction:
     """Traces `fn` with its gradient and cuts it.
 
@@ -147,6 +179,8 @@ def split_function(
         cross-attention. Tensors that follow from them and weights are saved.
       recompute: where to cut.
       names: for `ALL_BUT_NAMED`, the `save_name` names to save.
+      defer: for each weight, whether its gradient is to be cut off, if it is a product
+        of tensors that are not weights or constants; () for no weight.
 
     Raises:
       ValueError: `fn` gives a name in `names` to no tensor; the message names those
@@ -177,13 +211,67 @@ def split_function(
     backward = wrapped.prune([*taken, *parts["cotangents"]], parts["gradients"])
     for part in (forward, backward):
         note_original(part.graph, wrapped)
+    deferred = _deferred(wrapped, parts, ends, saved, defer) if any(defer) else None
     return SplitFunction(
         forward=_flat_call(forward),
         backward=_flat_call(backward),
         outputs=tuple(_saved(y) for y in outputs),
         saved=tuple(_saved(t) for t in saved),
         reads=_reads(backward, [*range(len(inputs)), *range(len(args), len(taken))]),
+        deferred=deferred,
     )
+
+
+def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
+    args, gradients = parts["args"], parts["gradients"]
+    first, last, end = ends
+    others = {t.ref() for t in args[first:]}
+    given = [*args[:first], *saved]
+    numbers = {t.ref(): number for number, t in enumerate(given)}
+    products: dict[int, tf.Tensor] = {}
+    for weight in range(first, last):
+        product = _product(gradients[weight]) if defer[weight - first] else None
+        if product is None:
+            continue
+        roots = [_root(factor) for factor in product.op.inputs]
+        if not others & {root.ref() for root in roots}:
+            products[weight] = product
+            for root in roots:
+                numbers.setdefault(root.ref(), len(numbers))
+    factors = list(
+        dict.fromkeys(
+            _root(factor).ref() for p in products.values() for factor in p.op.inputs
+        )
+    )
+    made = [ref.deref() for ref in numbers][len(given) :]
+    kept = [g for n, g in enumerate(gradients[:end]) if n not in products]
+    taken = [*args, *saved, *parts["cotangents"]]
+    backward = wrapped.prune(taken, [*kept, *made])
+    multiply = wrapped.prune([ref.deref() for ref in factors], list(products.values()))
+    finish = wrapped.prune(list(products.values()), [gradients[n] for n in products])
+    for part in (backward, multiply, finish):
+        note_original(part.graph, wrapped)
+    return DeferredProducts(
+        weights=tuple(weight in products for weight in range(first, last)),
+        backward=_flat_call(backward),
+        made=tuple(map(_saved, made)),
+        factors=tuple(numbers[ref] for ref in factors),
+        multiply=_flat_call(multiply),
+        finish=_flat_call(finish),
+    )
+
+
+def _product(gradient: tf.Tensor) -> tf.Tensor | None:
+    """The product that a gradient is, but for its form; None if it is none."""
+    while gradient.op.type not in _PRODUCTS:
+        op = gradient.op
+        if op.type == "IdentityN":
+            gradient = op.inputs[gradient.value_index]
+        elif op.type in _LINEAR:
+            gradient = op.inputs[0]
+        else:
+            return None
+    return gradient
 
 
 def _reads(function, numbers: Sequence[int]) -> tuple[bool, ...]:

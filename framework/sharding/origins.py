@@ -68,10 +68,14 @@ def original_op(op: tf.Operation, original: tf.Graph) -> tf.Operation:
     Mostly `op` itself; for an op of a gradient, perhaps the differentiated op.
     """
     op = _noted_by_tf(op) or op
-    try:
-        return original.get_operation_by_name(op.name)
-    except KeyError:  # An argument of the copy.
-        return op
+    while True:
+        try:
+            return original.get_operation_by_name(op.name)
+        except KeyError:  # An argument of the copy, or vectorized more than once.
+            noted = _noted_by_tf(op)
+        if noted is None:
+            return op
+        op = noted
 
 
 def _noted_by_tf(op: tf.Operation) -> tf.Operation | None:

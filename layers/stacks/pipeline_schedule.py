@@ -64,6 +64,16 @@ class PipelineSchedule(Checked):
             return np.zeros_like(rest)
         return rest // self.num_stages
 
+    @property
+    def rounds(self) -> list[np.ndarray]:
+        """int32 [iterations] each: the rounds that stages are on, which may be equal.
+
+        Stages up to the one that a group's first microbatch has come to are on one
+        round, and all later stages on one.
+        """
+        ends = (0, -1) if self.num_repeats > 1 else (0,)
+        return [self.repeat[:, stage] for stage in ends]
+
     @functools.cached_property
     def valid(self) -> np.ndarray:
         """bool [iterations, L]: whether the stage works on a microbatch."""

@@ -6,6 +6,7 @@ Dims: L layers, B batch; everything else is the body's.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,9 +95,14 @@ class StackedBody:
       constants: packs both.
       recompute: what the backward pass computes again.
       saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
+      annotates_gradients: whether the gradients of weights are annotated; the stack
+        may do that itself.
+      deferred: expressions of paths of weights whose gradients are cut off, where they
+        are products (`SplitFunction.deferred`).
 
     Raises:
-      ValueError: the body's output is not like its input.
+      ValueError: the body's output is not like its input; an expression of `deferred`
+        fits no weight whose gradient can be cut off.
     """
 
     def __init__(
@@ -111,7 +117,10 @@ class StackedBody:
         recompute: Recompute,
         saved_names: Sequence[str],
         stacks: NestedMap | None = None,
+        annotates_gradients: bool = True,
+        deferred: Sequence[str] = (),
     ):
+        self._annotates_gradients = annotates_gradients
         self._body, self._ctx, self._constants = body, ctx, constants
         self.specs = body.weights()
         if stacks is not None:
@@ -134,13 +143,37 @@ class StackedBody:
             shared=shared,
             recompute=recompute,
             names=saved_names,
+            defer=[
+                not spec.is_statistic and any(re.fullmatch(p, path) for p in deferred)
+                for path, spec in self.specs.items_by_path()
+            ],
         )
+        self._check_deferred(deferred)
+
+    def _check_deferred(self, patterns: Sequence[str]) -> None:
+        split = self.split.deferred
+        are_cut = [False] * self.counts[1] if split is None else split.weights
+        pairs = zip(self.specs.items_by_path(), are_cut, strict=True)
+        cut = [path for (path, _), is_cut in pairs if is_cut]
+        for pattern in patterns:
+            if not any(re.fullmatch(pattern, path) for path in cut):
+                raise ValueError(
+                    f"layer {self._ctx.path!r}: deferred_gradients has {pattern!r}, "
+                    "but no weight that it fits has a gradient that is one product of "
+                    "what differs by microbatch: leave it out; such weights are "
+                    f"{', '.join(cut) or 'none'}"
+                )
 
     def _fprop(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         x, weights, shared, fixed, keys = divide(flat, self.counts)
         x = tf.nest.pack_sequence_as(self.x, x)
         ctx = dataclasses.replace(self._ctx, key=keys[0] if keys else None)
-        theta = annotate_weights(ctx.plan, self.specs, self.specs.pack(weights))
+        theta = annotate_weights(
+            ctx.plan,
+            self.specs,
+            self.specs.pack(weights),
+            gradients=self._annotates_gradients,
+        )
         y = self._body.fprop(ctx, theta, x, **self._constants.pack(shared, fixed))
         self._aux = None
         returned = y

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Sequence
 
 import gin
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.compiler.xla import xla_data_pb2
@@ -106,34 +108,59 @@ class Stages:
 
         return self._locally(on_device, [stack, slot], shardings=[sharding, None])[0]
 
-    def add(
+    def entry(self, table: np.ndarray, t: tf.Tensor) -> tf.Tensor:
+        """The entry `t` of a table [iterations, L]: [L], split by stage."""
+        return self.annotate(read(tf.constant(table), t, dim=0))
+
+    def write(
         self,
         stack: tf.Tensor,
         value: tf.Tensor,
         slot: tf.Tensor,
         sharding: Sharding | None = None,
     ) -> tf.Tensor:
-        """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
-
-        def at(stack, value, slot, *, dim):
-            # Fused with the write, the read keeps the TPU compiler from writing in
-            # place: gradients would be in memory twice.
-            total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
-            return write(stack, total, slot, dim=dim)
-
-        if slot.shape.rank == 0:
-            return at(stack, value, slot, dim=1)
+        """A stack [L, Q, ...] with `value` [L, ...] at `slot` [L]; see `read`."""
 
         def on_device(stacked, _):
-            stack, value, slot = stacked
-            return [_each(lambda s, v, i: at(s, v, i, dim=0), stack, value, slot)]
+            return [_each(functools.partial(write, dim=0), *stacked)]
 
-        value_sharding = None
+        of_value = None
         if sharding is not None:
             dims = sharding.dims
-            value_sharding = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
-        shardings = [sharding, value_sharding, None]
+            of_value = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
+        shardings = [sharding, of_value, None]
         return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
+
+    def add(self, stack: tf.Tensor, value: tf.Tensor, slot: tf.Tensor) -> tf.Tensor:
+        """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
+        if slot.shape.rank == 0:
+            return _added(stack, value, slot, dim=1)
+
+        def on_device(stacked, _):
+            return [_each(functools.partial(_added, dim=0), *stacked)]
+
+        return self._locally(on_device, [stack, value, slot])[0]
+
+    def add_among(
+        self,
+        stack: tf.Tensor,
+        value: tf.Tensor,
+        slot: tf.Tensor,
+        slots: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """`add`, where `slot` is one of the scalars `slots`, which may be equal.
+
+        This is linear in what it adds: the gradients of weights stay unreduced.
+        """
+        if slot.shape.rank == 0:
+            return self.add(stack, value, slot)
+        left = tf.ones_like(slot, tf.bool)
+        for one_slot in slots:
+            here, left = left & (slot == one_slot), left & (slot != one_slot)
+            mask = tf.reshape(here, [-1, *[1] * (value.shape.rank - 1)])
+            part = tf.where(mask, value, tf.zeros_like(value))
+            stack = _added(stack, part, one_slot, dim=1)
+        return stack
 
     def pick(self, table: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
         """The entries `index` [L] of a table [Q, ...] of all stages: [L, ...]."""
@@ -186,20 +213,29 @@ class Stages:
         if it has no sharding, are left to propagation.
         """
         rank = tensor.shape.rank
-        start = before + 1
-        if like is not None:
-            start = rank - like.spec.shape.rank
-        dims = [()] * rank
-        dims[before] = self.axes
         if like is None or like.sharding is None:
-            unspecified = range(start, rank)
+            start = before + 1 if like is None else rank - like.spec.shape.rank
+            dims = [()] * rank
+            dims[before] = self.axes
+            sharding, unspecified = Sharding(self.mesh, tuple(dims)), range(start, rank)
         else:
+            start = rank - like.spec.shape.rank
+            sharding = self.sharding(like, start, before=before)
             unspecified = [start + dim for dim in like.unspecified_dims]
-            proto = xla_data_pb2.OpSharding.FromString(like.sharding)
-            layout = Sharding.from_op_sharding(self.mesh, proto, rank - start)
-            dims[start:] = layout.dims
-        sharding = Sharding(self.mesh, tuple(dims))
         return annotate(tensor, sharding.opened(unspecified))
+
+    def sharding(self, like: Saved, more: int, *, before: int = 0) -> Sharding | None:
+        """The sharding of a tensor like `like` after `more` dims, one of them stages.
+
+        None if `like` has none. Dims that it leaves open are unsharded.
+        """
+        if like.sharding is None:
+            return None
+        proto = xla_data_pb2.OpSharding.FromString(like.sharding)
+        layout = Sharding.from_op_sharding(self.mesh, proto, like.spec.shape.rank)
+        dims = [()] * more
+        dims[before] = self.axes
+        return Sharding(self.mesh, (*dims, *layout.dims))
 
     def _is_stage(self, stage: int, like: tf.Tensor) -> tf.Tensor:
         """bool [L, 1, ...]."""
@@ -251,6 +287,13 @@ def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             f"pipeline: {error}: use StageMode.MANUAL on a mesh with one stage to a "
             "device, which needs no rule for it"
         ) from error
+
+
+def _added(stack: tf.Tensor, value: tf.Tensor, slot: tf.Tensor, *, dim: int):
+    # Fused with the write, the read keeps the TPU compiler from writing in place:
+    # gradients would be in memory twice.
+    total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
+    return write(stack, total, slot, dim=dim)
 
 
 def _each(fn, *stacked: tf.Tensor) -> tf.Tensor:

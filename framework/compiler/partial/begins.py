@@ -8,6 +8,7 @@ made in a region that is manual along the axes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jax.extend.mlir import ir
@@ -131,11 +132,36 @@ class _Divided:
         return [place for dim in dims for place in self.place[dim]]
 
 
+def _gathered(completed: CompletedModule, op, side: int) -> ir.Value:
+    """An operand of a product, its free dims gathered where the result has them so.
+
+    Gathered before it is divided, it is gathered once for other products too.
+    """
+    value, result = op.operands[side], completed.sharding(op.results[0]).dims
+    ranks = [len(shape_of(operand)) for operand in op.operands]
+    batch, contracting = dot_dims(op, ranks[0])
+    free = [
+        [d for d in range(rank) if d not in (*b, *c)]
+        for rank, b, c in zip(ranks, batch, contracting, strict=True)
+    ]
+    start = len(batch[0]) + (len(free[0]) if side else 0)
+    sharding = completed.sharding(value)
+    dims = list(sharding.dims)
+    for dim, wanted in zip(free[side], result[start:], strict=False):
+        if dims[dim][: len(wanted)] == wanted:
+            dims[dim] = wanted
+    if tuple(dims) == sharding.dims:
+        return value
+    gathered = with_sharding(value, dataclasses.replace(sharding, dims=tuple(dims)))
+    completed.shardings[gathered] = dataclasses.replace(sharding, dims=tuple(dims))
+    return gathered
+
+
 def _dot(completed: CompletedModule, summed: Summed, split) -> ir.Value:
     op = summed.op
     sides = [
-        _Divided(completed, value, dims, summed.axes)
-        for value, dims in zip(op.operands, split, strict=True)
+        _Divided(completed, _gathered(completed, op, side), dims, summed.axes)
+        for side, dims in enumerate(split)
     ]
     batch, contracting = dot_dims(op, len(shape_of(op.operands[0])))
     batch = [[*s.leading, *s.places(d)] for s, d in zip(sides, batch, strict=True)]

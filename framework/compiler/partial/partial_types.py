@@ -174,6 +174,15 @@ class PartialTypes(Checker):
         ]
         return TensorType.of(result, self.mesh, after.dims, partial=tuple(parts))
 
+    def entered(self, value: ir.Value, type_: TensorType) -> None:
+        super().entered(value, type_)
+        if type_.unreduced:  # Leniently: it is reduced instead.
+            raise IllTypedError(
+                f"a manual region takes no sum unreduced along "
+                f"{', '.join(type_.unreduced)}",
+                f"reshard it to {type_.sharding.untyped()}",
+            )
+
     def _converted(self, value: ir.Value, before: TensorType, text: str) -> Sharding:
         """The sharding that `reshard` converts from."""
         if not text:
@@ -216,8 +225,9 @@ class PartialTypes(Checker):
     def computed(self, op, before: Sequence[TensorType]) -> Sequence[TensorType]:
         if not before or short_name(op) == "optimization_barrier":
             made = super().computed(op, before)
+            passed = made[0].partial if len(before) == 1 else ()
             return [
-                self._type(value, free=type_.free, zero=type_.zero)
+                self._type(value, passed, free=type_.free, zero=type_.zero)
                 for value, type_ in zip(op.results, made, strict=True)
             ]
         rule = op_dims(op, self.rules)

@@ -206,9 +206,13 @@ class Checker(ForwardAnalysis):
             return [Unknown.REFUSED] * len(op.results)
         if placeholder is not None:
             for value, type_ in zip(op.operands, before, strict=True):
-                annotated(value, type_, type_.sharding.untyped())
+                self.entered(value, type_)
             return [Unknown.MANUAL]
         return self.computed(op, before)
+
+    def entered(self, value: ir.Value, type_: TensorType) -> None:
+        """Refuses a tensor that cannot go into a manual region."""
+        annotated(value, type_, type_.sharding.untyped())
 
     def annotation(self, op, before: Typed) -> TensorType:
         value = op.results[0]
@@ -254,9 +258,9 @@ class Checker(ForwardAnalysis):
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
         if name == "optimization_barrier":
-            if any(map(self.combined_later, before)):
+            if len(before) > 1 and any(map(self.combined_later, before)):
                 raise IllTypedError(
-                    "a barrier takes tensors without a partial sum",
+                    "a barrier takes several tensors only without a partial sum",
                     "mesh_split or reshard them before",
                 )
             return before

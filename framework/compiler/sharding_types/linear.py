@@ -131,6 +131,7 @@ _RULES = {
     "convert": _convert,
     "convolution": _convolution,
     "divide": _divide,
+    "optimization_barrier": lambda op: _FIRST if len(op.operands) == 1 else [],
     "pad": _from_zero,
     "reduce": _reduce,
     "scatter": _scatter,

@@ -13,6 +13,7 @@ from meshwright import framework as mw
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.program import trace_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.modeling.recompute import computed_once
 
 MESH = mw.DeviceMesh(("dp", "tp"), (2, 2))
 _DTYPES = {"": tf.float32, "s32": tf.int32, "pred": tf.bool}
@@ -48,6 +49,7 @@ def sum_of_two_axes(x, y):
 
 LINEAR = {
     "negate": lambda p, w: -p,
+    "barrier": lambda p, w: computed_once(p)[0],
     "scale": lambda p, w: 2.0 * p / 3.0,
     "multiply": lambda p, w: p * w[:4],
     "divide": lambda p, w: p / (3.0 + tf.abs(w[0])),

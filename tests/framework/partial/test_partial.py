@@ -1,10 +1,11 @@
-"""OnConflict sums: carried through programs, and added up where the program says so."""
+"""Partial sums: carried through programs, and added up where the program says so."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.sharding.annotations import OnConflict, annotate
 from tests.framework.partial.partial_programs import (
     LINEAR,
     MESH,
@@ -381,6 +382,19 @@ def test_others_may_read_whole_what_one_annotation_calls_unreduced():
         )
 
     check(fn, *PARTIAL, sends=[REDUCED, "all-reduce tp [6]"])
+
+
+def test_a_manual_region_takes_a_sum_that_may_be_reduced():
+    def fn(x, y):
+        sharding = mw.Sharding.parse(MESH, "[_,_]{U:tp}")
+        p = annotate(x @ y, sharding, on_conflict=OnConflict.REDUCE)
+        if tf.executing_eagerly():
+            return 2.0 * p
+        border = {"dims_mapping": ["dp", None], "manual_axes": ["dp"]}
+        local = mw.auto_to_manual(p, MESH, **border)
+        return mw.manual_to_auto(2.0 * local, MESH, **border)
+
+    check(fn, *PARTIAL, sends=[REDUCED])
 
 
 def test_axes_of_one_device_have_nothing_pending():

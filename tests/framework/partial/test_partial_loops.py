@@ -1,4 +1,4 @@
-"""OnConflict sums in loops and branches, and under sharded weight updates."""
+"""Partial sums in loops and branches, and under sharded weight updates."""
 
 import numpy as np
 import pytest

@@ -15,17 +15,7 @@ def by_stage(layer, theta):
 
     `plain_weights` goes the other way.
     """
-    stages, repeats = layer.num_stages, layer.num_repeats
-
-    def reordered(stack):
-        rest = stack.shape[1:]
-        in_a_row = layer.layers_of_stage // repeats
-        stack = tf.reshape(stack, [repeats, stages, in_a_row, *rest])
-        order = [1, 0, 2, *range(3, stack.shape.rank)]
-        lead = [stages, layer.layers_of_stage]
-        return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
-
-    return theta.map(reordered)
+    return theta.map(layer.by_stage)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,14 @@ Dims: B batch, S sequence, M model, H hidden, E experts.
 import collections
 import dataclasses
 import functools
+import math
 import re
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling import random
@@ -80,8 +82,11 @@ class Body(Layer):
         return NestedMap(x=y, aux=NestedMap(loss=tf.reduce_mean(h * h), sums=sums))
 
 
-def pipeline(stages, microbatches, repeats=1, mode=StageMode.VECTORIZED, **stack):
+def pipeline(
+    stages, microbatches, repeats=1, mode=StageMode.VECTORIZED, *, deferred=(), **stack
+):
     return Pipeline(
+        deferred_gradients=deferred,
         stack=Repeat(**{"body": Body(), "num_layers": LAYERS, **stack}),
         num_stages=stages,
         num_microbatches=microbatches,
@@ -206,6 +211,19 @@ def test_equals_its_layers_in_a_row(sizes, mesh, stack, partitioner):
     assert_parity(layer, program)
     if mesh[0] > 1:
         assert_one_permute_each_way(layer, program)
+    if layer.stage_mode is VECTORIZED:
+        assert_gradients_are_reduced_after_the_loops(program)
+
+
+def assert_gradients_are_reduced_after_the_loops(program):
+    """In them the statistic alone is, which is a mean and no sum."""
+    reductions = [
+        (bool(re.search(r"/while(_\d+)?/", c.op_name)), c.shapes)
+        for c in program.collectives()
+        if c.kind in ("all-reduce", "reduce-scatter") and "data" in "".join(c.axes)
+    ]
+    for shapes in (shapes for in_loop, shapes in reductions if in_loop):
+        assert all(math.prod(shape) <= H for shape in shapes)
 
 
 def assert_one_permute_each_way(layer, program):
@@ -222,6 +240,60 @@ def assert_one_permute_each_way(layer, program):
     in_a_row = layer.layers_of_stage // layer.num_repeats
     inner = [str(in_a_row)] * 2 if in_a_row > 1 else []
     assert sorted(trips) == sorted([str(layer.schedule.iterations)] * 2 + inner)
+
+
+DEFERRED = [
+    ((2, 3), (2, 2, 2), {}, SHARDY),
+    ((2, 3, 2), (2, 2, 2), SAVED, SHARDY),
+    ((4, 6, 2), (4, 2, 1), NOTHING, SHARDY),
+    ((2, 6, 1, MANUAL), (2, 2, 2), NOTHING, SHARDY),
+    ((2, 3, 2), (2, 2, 2), NOTHING, GSPMD),
+    ((4, 3, 2), (2, 2, 2), {}, GSPMD),
+]
+
+
+@pytest.mark.parametrize("sizes,mesh,stack,partitioner", DEFERRED, ids=str)
+def test_deferred_gradients_are_the_same(sizes, mesh, stack, partitioner):
+    layer = pipeline(*sizes, deferred=("w_.*",), **stack)
+    program = compiled(layer, plan(*mesh), partitioner)
+    assert_parity(layer, program)
+    if layer.stage_mode is VECTORIZED:
+        assert_gradients_are_reduced_after_the_loops(program)
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_of_some_weights_gradients_stay_in_the_loop(partitioner):
+    layer = pipeline(2, 3, 2, deferred=("w_out",))
+    program = compiled(layer, plan(2, 2, 2), partitioner)
+    assert_parity(layer, program)
+    assert_gradients_are_reduced_after_the_loops(program)
+
+
+def test_a_deferred_gradient_is_a_product_after_the_backward_loop():
+    for deferred, in_loop in [((), 2), (("w_out",), 1), (("w_.*",), 0)]:
+        layer = pipeline(2, 6, deferred=deferred)
+        module = HloModule(compiled(layer, plan(2, 1, 1)).hlo_text())
+        times = [
+            math.prod(loop.trips for loop in module.loops_around(dot.computation))
+            for dot in module.by_name.values()
+            if dot.opcode == "dot" and dot.shape == (M, H)
+        ]
+        per_layer, each = layer.layers_of_stage, layer.schedule.iterations
+        want = [per_layer] * (2 - in_loop) + [per_layer * each] * in_loop
+        assert sorted(times) == want
+
+
+def test_says_what_it_saves_for_deferred_gradients():
+    """By layer, one entry for all bubbles; and what the loop makes for them."""
+    layer, split = pipeline(2, 3, 2, deferred=("w_out",)), plan(2, 2, 2)
+    ctx = Context(plan=split, mode=Mode.TRAIN, key=key(), path="stack")
+    with tf.Graph().as_default():
+        saved = layer.saved(ctx, **INPUTS.map(tf.constant))
+    rows, each = B // 3, layer.layers_of_stage * layer.schedule.slots + 1
+    # The layer's input; the hidden units and the output's gradient; inputs' gradients.
+    kept = [(rows, S, M, each), (rows, S, H, each), (rows, S, M, each)]
+    kept.append((rows, S, M, layer.schedule.slots))
+    assert [(*stack.tensor.spec.shape, stack.count) for stack in saved.stacks] == kept
 
 
 @pytest.mark.always
@@ -349,6 +421,16 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
         (
             lambda: pipeline(2, 2, unroll=Unroll.UNROLLED),
             r"a pipeline is a loop, set Repeat.unroll = %Unroll.LOOP",
+        ),
+        (
+            lambda: pipeline(2, 2, deferred=("w_in", "attention.*")),
+            r"deferred_gradients has 'attention.\*', which fits no weight of a layer; "
+            r"it has average, w_in, w_out",
+        ),
+        (
+            lambda: run_small(pipeline(2, 2, deferred=("w_in", "average")), **ROWS),
+            r"'stack': deferred_gradients has 'average', but no weight that it fits .*"
+            r" is one product .*: leave it out; such weights are w_in$",
         ),
         (
             lambda: run_small(pipeline(2, 5), **ROWS),

@@ -57,6 +57,13 @@ def test_every_microbatch_passes_the_stages_in_turn(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_stages_are_on_two_rounds_at_most(shape):
+    pipeline = schedule(*shape)
+    rounds = np.stack(pipeline.rounds, axis=1)
+    assert (pipeline.repeat[:, :, None] == rounds[:, None]).any(axis=2).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_iterations_and_bubbles_are_the_papers(shape):
     """GSPMD 3.3, where microbatches fill the rounds."""
     stages, microbatches, repeats = shape

@@ -15,52 +15,79 @@ from jax.extend.mlir.dialects import stablehlo
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     adds,
     dot_dims,
+    integers,
     is_constant_zero,
     keep_precision,
     reduced_dims,
     shape_of,
+    tensor_type,
     walk,
 )
 
 
 def sum_in_products(module: ir.Operation) -> None:
-    """Has a product that is summed over all its batching dims contract them.
+    """Has a product that is summed over batching dims contract these.
 
     Args:
       module: changed in place.
     """
     for op in list(walk(module)):
-        if not _is_summed_product(op):
+        found = _summed_product(op)
+        if found is None:
             continue
-        product = op.operands[0].owner
-        batching, contracting = dot_dims(product, len(shape_of(product.operands[0])))
+        product, order = found
+        operands = list(product.operands)
+        batching, contracting = dot_dims(product, len(shape_of(operands[0])))
+        # A product has its batching dims first.
+        summed = [order[dim] for dim in reduced_dims(op)]
+        left = [[d for n, d in enumerate(s) if n not in summed] for s in batching]
         dims = [
-            [*rows, *summed] for rows, summed in zip(batching, contracting, strict=True)
+            [*(rows[n] for n in summed), *side]
+            for rows, side in zip(batching, contracting, strict=True)
         ]
+        kept = [dim for dim in range(len(order)) if dim not in summed]
+        moved = [kept.index(dim) for dim in order if dim in kept]
+        sizes = [shape_of(product.results[0])[dim] for dim in kept]
         with ir.InsertionPoint(op), op.location:
             single = stablehlo.dot_general(
-                op.results[0].type,
-                *product.operands,
-                stablehlo.DotDimensionNumbers.get([], [], *dims),
+                tensor_type(op.results[0].type, sizes),
+                *operands,
+                stablehlo.DotDimensionNumbers.get(*left, *dims),
             )
             keep_precision(product, single)
+            if moved != sorted(moved):
+                single = stablehlo.transpose(single, ir.DenseI64ArrayAttr.get(moved))
         op.results[0].replace_all_uses_with(single)
-        op.erase()
-        product.erase()
+        transposed = op.operands[0] != product.results[0]
+        unused = [op, *([op.operands[0].owner] if transposed else []), product]
+        for each in unused:
+            each.erase()
 
 
-def _is_summed_product(op) -> bool:
-    """Whether an op is a sum of a product, over its batching dims, that no other reads.
+def _summed_product(op) -> tuple[ir.Operation, list[int]] | None:
+    """The product that an op sums over batching dims, and the order it has its dims in.
 
-    A product has them first.
+    No other op reads it. None if an op is no such sum.
     """
     if op.name != "stablehlo.reduce" or len(op.operands) != 2 or not adds(op):
-        return False
-    product, start = (value.owner for value in op.operands)
-    if isinstance(product, ir.Block) or product.name != "stablehlo.dot_general":
-        return False
+        return None
+    value, start = op.operands[0], op.operands[1].owner
     if isinstance(start, ir.Block) or not is_constant_zero(start):
-        return False
+        return None
+    order = list(range(len(shape_of(value))))
+    if _is_only_read_once(value, "stablehlo.transpose"):
+        order = integers(value.owner, "permutation")
+        value = value.owner.operands[0]
+    if not _is_only_read_once(value, "stablehlo.dot_general"):
+        return None
+    product = value.owner
     (rows, _), _ = dot_dims(product, len(shape_of(product.operands[0])))
-    is_all = sorted(reduced_dims(op)) == [*range(len(rows))]
-    return is_all and len(rows) > 0 and len(list(op.operands[0].uses)) == 1
+    summed = reduced_dims(op)
+    are_batching = len(summed) > 0 and all(order[dim] < len(rows) for dim in summed)
+    return (product, list(order)) if are_batching else None
+
+
+def _is_only_read_once(value: ir.Value, name: str) -> bool:
+    """Whether a value is made by an op of this name, for a single reader."""
+    made = not isinstance(value.owner, ir.Block) and value.owner.name == name
+    return made and len(list(value.uses)) == 1

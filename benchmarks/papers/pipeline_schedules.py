@@ -1,0 +1,148 @@
+"""What a pipeline's schedules leave idle, from programs compiled for TPUs.
+
+    python benchmarks/papers/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
+      [--deferred=,.*] [--recompute=NOTHING] [--topology=v3:8x16]
+      [--job=paper/table4_8x8x4.gin]
+
+The pipelined Transformer of GSPMD's Table 4, smaller batches, with 8 stages: GPipe's
+schedule and the circular one, gradients of weights in the backward loop or after it
+(`Pipeline.deferred_gradients`). "idle" is the bubbles' part of the time that the stages
+take, "formula" that part if forward, input gradients and weight gradients took equally
+long. Times are estimated for the compiled programs (docs/planning.md); nothing is run.
+Below are formulas of schedules that other frameworks have (DeepSeek-V3, Table 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from meshwright.framework.modeling.recompute import Recompute
+from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
+from meshwright.trainers.planning.planning import CompileReport, plan
+
+FORWARD, INPUTS, WEIGHTS = 1.0, 1.0, 1.0
+"""Times of a layer's forward pass, and of the gradients of its inputs and weights."""
+ROWS_A_MICROBATCH = 8
+
+
+def formula(schedule: PipelineSchedule, *, deferred: bool) -> float:
+    """The idle part of a schedule whose layers take `FORWARD`, `INPUTS`, `WEIGHTS`."""
+    in_loops = FORWARD + INPUTS + (0.0 if deferred else WEIGHTS)
+    busy = schedule.num_microbatches * schedule.num_repeats
+    idle = (schedule.iterations - busy) * in_loops
+    return idle / (idle + busy * (FORWARD + INPUTS + WEIGHTS))
+
+
+def formulas_of_others(stages: int, microbatches: int) -> dict[str, float]:
+    """The idle parts of schedules that let devices do different things at a time."""
+    backward = INPUTS + WEIGHTS
+    both = FORWARD + backward
+    idle = {
+        "1F1B": (stages - 1) * (FORWARD + backward),
+        "ZB1P": (stages - 1) * (FORWARD + backward - 2 * WEIGHTS),
+        "DualPipe": (stages / 2 - 1) * (both + backward - 3 * WEIGHTS),
+    }
+    busy = microbatches * (FORWARD + backward)
+    return {name: bubbles / (bubbles + busy) for name, bubbles in idle.items()}
+
+
+def stack_seconds(report: CompileReport, pipeline: PlannedPipeline) -> float:
+    """Time of a step in loops over a pipeline's layers, deferred gradients too."""
+    inside, around = set(), set()
+    for op in report.time.all():
+        names = [loop.name for loop in op.loops]
+        source = report.program.sources.find(op.op_name)
+        if source and f"{source.layer}.".startswith(f"{pipeline.path}."):
+            inside.update(names)
+        if pipeline.loops & {*names}:
+            around.update(names[: names.index(*pipeline.loops & {*names})])
+    return sum(
+        op.exposed
+        for op in report.time.all()
+        if any(loop.name in inside - around for loop in op.loops)
+    )
+
+
+def planned(
+    gin_file: str,
+    topology: str,
+    repeats: int,
+    microbatches: int,
+    deferred: str,
+    recompute: str | None,
+) -> CompileReport:
+    """The compiled step, with `Repeat.recompute` as the job has it if not given."""
+    params = [
+        f"NUM_MICROBATCHES = {microbatches}",
+        f"GLOBAL_BATCH = {microbatches * ROWS_A_MICROBATCH}",
+        f"Pipeline.num_repeats = {repeats}",
+        f"Pipeline.deferred_gradients = {(deferred,) if deferred else ()}",
+    ]
+    if recompute is not None:
+        params += [
+            f"Repeat.recompute = %Recompute.{recompute}",
+            "Repeat.saved_names = ()",
+        ]
+    experiment, _ = build_experiment([gin_file], params)
+    return plan(experiment, topology=topology)
+
+
+def row(report: CompileReport, deferred: str) -> str:
+    """A row of the table."""
+    (pipeline,) = report.pipelines
+    schedule = pipeline.schedule
+    name = "GPipe" if schedule.num_repeats == 1 else f"circular x{schedule.num_repeats}"
+    where = f"after: {deferred}" if deferred else "in the loop"
+    cells = f"{name:12} {where:16} {schedule.iterations:4}"
+    if report.time is None:
+        return f"{cells}  needs {report.peak_bytes / 2**30:.1f} GiB, does not fit"
+    steps = report.experiment.steps_per_loop
+    idle = pipeline.bubble_seconds / stack_seconds(report, pipeline)
+    return (
+        f"{cells} {idle:8.1%} {formula(schedule, deferred=bool(deferred)):8.1%}"
+        f" {pipeline.bubble_seconds / steps:8.3f} {report.step_seconds:8.3f}"
+        f" {report.peak_bytes / 2**30:6.1f}"
+    )
+
+
+def define_flags() -> None:
+    """Called only by this program."""
+    flags.DEFINE_string("job", "paper/table4_8x8x4.gin", "It has GLOBAL_BATCH.")
+    flags.DEFINE_string("topology", "v3:8x16", "The topology.")
+    flags.DEFINE_integer("microbatches", 16, "A step.", lower_bound=1)
+    policies = [policy.name for policy in Recompute]
+    flags.DEFINE_enum("recompute", None, policies, "`Repeat.recompute`, if given.")
+    flags.DEFINE_list("repeats", ["1", "2", "4"], "Rounds of the schedules.")
+    flags.DEFINE_list("deferred", ["", ".*"], "`Pipeline.deferred_gradients`.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    given = flags.FLAGS
+    head = "iter     idle  formula  bubbles   step s    GiB"
+    print(f"{'schedule':12} {'weights':16} {head}")
+    for repeats in map(int, given.repeats):
+        for deferred in given.deferred:
+            report = planned(
+                given.job,
+                given.topology,
+                repeats,
+                given.microbatches,
+                deferred,
+                given.recompute,
+            )
+            print(row(report, deferred), flush=True)
+    stages = report.pipelines[0].schedule.num_stages
+    for name, idle in formulas_of_others(stages, given.microbatches).items():
+        print(f"{name:12} {'':16} {'':4} {'':8} {idle:8.1%}")
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

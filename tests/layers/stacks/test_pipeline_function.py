@@ -1,0 +1,244 @@
+"""A pipeline of a user's function computes what its layers do one after another."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright import framework as mw
+from meshwright.framework.modeling import random
+from meshwright.layers import pipeline
+from meshwright.layers.stacks.stages import StageMode
+
+B, M, H, LAYERS, MICROBATCHES = 12, 8, 16, 8, 3
+MESH = mw.DeviceMesh(("stage", "data", "model"), (2, 2, 2))
+RNG = np.random.default_rng(0)
+WEIGHTS = {
+    "mlp": {
+        "w_in": RNG.normal(size=[LAYERS, M, H]).astype(np.float32) / 3,
+        "w_out": RNG.normal(size=[LAYERS, H, M]).astype(np.float32) / 3,
+    },
+    "bias": RNG.normal(size=[LAYERS, M]).astype(np.float32),
+}
+X = RNG.normal(size=[B, M]).astype(np.float32)
+SCALE = RNG.normal(size=[B, 1]).astype(np.float32)
+SPLIT = {"mlp.w_in": [None, "model"], "mlp.w_out": ["model", None]}
+HOW = {
+    "mesh": MESH,
+    "stage_axis": "stage",
+    "num_stages": 2,
+    "num_microbatches": MICROBATCHES,
+    "batch_axes": "data",
+    "weight_dims": SPLIT,
+}
+
+
+def layer(weights, x, scale):
+    h = tf.nn.gelu(x @ weights["mlp"]["w_in"])
+    y = x + scale * tf.tanh(h @ weights["mlp"]["w_out"] + weights["bias"])
+    return y, {"loss": tf.reduce_mean(h * h), "rows": tf.cast(tf.shape(x)[0], x.dtype)}
+
+
+def in_a_row(fn, weights, x, **constants):
+    """Of each microbatch by itself."""
+    results = []
+    for m in range(MICROBATCHES):
+        rows = tf.nest.map_structure(lambda t, m=m: t[m::MICROBATCHES], (x, constants))
+        y, aux = rows[0], []
+        for n in range(LAYERS):
+            of_layer = tf.nest.map_structure(lambda w, n=n: w[n], weights)
+            y, of = fn(of_layer, y, **rows[1])
+            aux.append(of)
+        results.append((y, tf.nest.map_structure(lambda *t: tf.stack(t), *aux)))
+    y = tf.reshape(tf.stack([y for y, _ in results], 1), x.shape)
+    sums = tf.nest.map_structure(lambda *t: tf.add_n(t), *(aux for _, aux in results))
+    return y, {**sums, "loss": sums["loss"] / MICROBATCHES}
+
+
+def gradients(run, weights, x, scale):
+    with tf.GradientTape() as tape:
+        sources = (weights, x, scale)
+        tape.watch(sources)
+        y, aux = run(weights, x, scale=scale)
+        loss = tf.reduce_sum(y**2) / B + tf.reduce_sum(aux["loss"])
+    return {"y": y, "aux": aux, "gradients": tape.gradient(loss, sources)}
+
+
+def of_pipeline(weights, x, **how):
+    made = pipeline(layer, weights, x, **HOW | how)
+    return made.x, dict(made.aux)
+
+
+def assert_close(got, want):
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+        atol = 1e-5 * max(np.abs(b).max(), 1.0)
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_repeats": 2, "deferred_gradients": ["mlp.*"]},
+        {"stage_mode": StageMode.MANUAL},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_equals_its_layers_in_a_row(how, partitioner):
+    args = tf.nest.map_structure(tf.constant, (WEIGHTS, X, SCALE))
+    want = gradients(functools.partial(in_a_row, layer), *args)
+    program = mw.compile_program(
+        functools.partial(gradients, functools.partial(of_pipeline, **how)),
+        tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), args),
+        MESH,
+        partitioner=partitioner,
+    )
+    assert_close(program.unshard(program(WEIGHTS, X, SCALE)), want)
+
+
+def test_blocks_of_keras_train_as_a_pipeline():
+    blocks = [keras.layers.Dense(M, activation="tanh") for _ in range(LAYERS)]
+    for block in blocks:
+        block.build([None, M])
+    stacks = {
+        name: tf.Variable(np.stack([getattr(block, name) for block in blocks]))
+        for name in ("kernel", "bias")
+    }
+
+    def block(weights, x):
+        trained = [weights["kernel"], weights["bias"]]
+        return blocks[0].stateless_call(trained, [], x)[0]
+
+    def step(run, x):
+        with tf.GradientTape() as tape:
+            values = {name: tf.convert_to_tensor(v) for name, v in stacks.items()}
+            loss = tf.reduce_mean(run(values, x) ** 2)
+        for v, g in zip(
+            stacks.values(), tape.gradient(loss, [*stacks.values()]), strict=True
+        ):
+            v.assign_sub(0.5 * g)
+        return loss
+
+    def pipelined(weights, x):
+        return pipeline(block, weights, x, **HOW | {"weight_dims": {}})
+
+    def plain(weights, x):
+        for n in range(LAYERS):
+            x = block({name: w[n] for name, w in weights.items()}, x)
+        return x
+
+    start = {name: v.numpy() for name, v in stacks.items()}
+    losses = []
+    for run, compiled in ((plain, None), (pipelined, MESH)):
+        for name, v in stacks.items():
+            v.assign(start[name])
+        one = functools.partial(step, run)
+        call = one if compiled is None else mw.function(one, compiled)
+        losses.append([float(call(tf.constant(X))) for _ in range(5)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_several_inputs_and_random_numbers():
+    """Two streams; noise that differs by layer and microbatch, and not by schedule."""
+    key = random.key_from_seed(3)
+
+    def fn(weights, x, key):
+        noise = random.uniform(key, x[0].shape)
+        return x[1] + noise, tf.tanh(x[0] @ weights["w"])
+
+    def run(weights, x, **how):
+        return pipeline(fn, weights, (x, 2.0 * x), **HOW | {"weight_dims": {}} | how)
+
+    weights = {"w": WEIGHTS["mlp"]["w_in"][:, :, :M]}
+    specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape), (weights, X))
+    results = [
+        mw.compile_program(functools.partial(run, key=key, **how), specs, MESH)
+        for how in ({}, {"num_repeats": 2}, {"stage_mode": StageMode.MANUAL})
+    ]
+    first, *others = (program.unshard(program(weights, X)) for program in results)
+    for other in others:
+        assert_close(other, first)
+    assert len({*np.round(first[0] - first[0].mean(1, keepdims=True), 4)[:, 0]}) == B
+
+
+def test_bubbles_add_nothing_to_gradients():
+    """Not even what is NaN for one microbatch's x with another's constants."""
+
+    def fn(weights, x, scale):
+        y = tf.sqrt(4.0 * scale**2 - x**2) @ weights["w"]
+        return scale * tf.tanh(y), {"loss": tf.reduce_mean(y)}
+
+    weights = {"w": tf.constant(WEIGHTS["mlp"]["w_in"][:, :, :M])}
+    scale = np.where(np.arange(B) % MICROBATCHES, 1.0, 0.1)
+    scale = tf.constant(scale[:, None], X.dtype)
+    args = weights, scale * tf.tanh(X), scale
+
+    def pipelined(weights, x, scale):
+        how = {"num_stages": LAYERS, "deferred_gradients": ["w"], "weight_dims": {}}
+        made = pipeline(fn, weights, x, **HOW | how, scale=scale)
+        return made.x, dict(made.aux)
+
+    want = gradients(functools.partial(in_a_row, fn), *args)
+    assert_close(gradients(pipelined, *args), want)
+
+
+@pytest.mark.parametrize(
+    ("weights", "how", "message"),
+    [
+        ({}, {}, "needs? a leading dim.*here it is of no weight"),
+        (
+            {"a": X, "b": X[:3]},
+            {"weight_dims": {}},
+            "that is the same for all; here it is a: 12, b: 3",
+        ),
+        (
+            WEIGHTS,
+            {"weight_dims": {"w": [None]}},
+            "names 'w', which is no weight; ther",
+        ),
+        (
+            WEIGHTS,
+            {"weight_dims": {"bias": [None, "model"]}},
+            "has 2 dims for 'bias', which has 1 after that of layers",
+        ),
+        (WEIGHTS, {"num_stages": 3}, "8 layers do not divide into 3 stages"),
+    ],
+)
+def test_what_does_not_fit_is_refused(weights, how, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline(layer, weights, X, **HOW | how, scale=SCALE)
+
+
+def test_a_function_returns_what_it_takes():
+    with pytest.raises(ValueError, match="must return what it takes"):
+        pipeline(lambda w, x: x[:, :2], WEIGHTS, X, **HOW)
+
+
+VARIABLE = tf.Variable(2.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda w, x: (x, x, x), "neither like its x nor a pair of that and a mapping"),
+        (lambda w, x: (x, x), "neither like its x nor a pair of that and a mapping"),
+        (lambda w, x: x * VARIABLE, "reads a variable that it is not given, which wou"),
+    ],
+)
+def test_what_a_function_does_wrong_is_told(fn, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline(fn, WEIGHTS, X, **HOW)
+
+
+def test_a_function_is_given_what_it_reads():
+    @tf.function
+    def run(x):
+        two, scale = tf.constant(2.0), tf.reduce_max(x)
+        pipeline(lambda w, x: two * x, WEIGHTS, x, **HOW)
+        pipeline(lambda w, x: scale * x, WEIGHTS, x, **HOW)
+
+    with pytest.raises(ValueError, match="reads a tensor 'Max:0' that it is not given"):
+        run.get_concrete_function(tf.TensorSpec(X.shape))
