@@ -22,6 +22,7 @@ _GRADIENTS, _TAPE = "gradients", "gradient_tape"
 _LOOP = re.compile(r"while(_\d+)?")
 _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
 _RUNS = frozenset({"while", "call", "conditional"})
+_MOVES = frozenset({"copy", "all-gather", "bitcast", "reshape", "transpose"})
 _NO_SOURCE = frozenset({"parameter", "constant", "get-tuple-element"})
 
 
@@ -30,7 +31,9 @@ def recomputed(module: HloModule) -> frozenset[str]:
 
     Instructions of layers that are no loop in the program are left out.
     """
-    return frozenset(_Finder(module).recomputing())
+    finder = _Finder(module)
+    again = frozenset(finder.recomputing())
+    return frozenset(name for name in again if finder.moved(name) in again)
 
 
 class _Finder:
@@ -60,6 +63,15 @@ class _Finder:
             # A loop of the layer's own is below the call.
             if loops[0] not in backward or _is_called(scopes):
                 yield name
+
+    def moved(self, name: str) -> str:
+        """The name of what an instruction moves; its own, if it computes.
+
+        A copy or a gather of what was saved may be named after the forward pass.
+        """
+        while self.module.by_name[name].opcode in _MOVES:
+            name = self.module.by_name[name].operands[0]
+        return name
 
     def loops(self) -> dict[str, list[str]]:
         """By computation that runs in a loop the loops around it, innermost first."""
