@@ -54,7 +54,7 @@ def check_rows(ctx: Context, x: tf.Tensor, **given: tf.Tensor | None) -> None:
         if tensor is None:
             continue
         shapes = [tf.TensorShape([count, length]) for count in (rows, 1)]
-        if not any(map(tensor.shape.is_compatible_with, shapes)):
+        if not any(map(tf.TensorShape(tensor.shape).is_compatible_with, shapes)):
             raise ValueError(
                 f"layer {ctx.path!r}: for inputs {x.shape} {name} must be {shapes[0]}, "
                 f"a number for each token, but is {tensor.shape}"
