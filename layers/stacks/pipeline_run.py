@@ -400,8 +400,16 @@ class PipelineRun:
             self._scalar(rounds, t) * self.in_a_row + j
             for rounds in self.schedule.rounds
         ]
-        pairs = zip(dstacks, dweights, strict=True)
-        return [self.stages.add_among(*pair, slot, slots) for pair in pairs]
+        added = []
+        for (path, spec), stack, value in zip(
+            self._weights(self.weights, deferred=False), dstacks, dweights, strict=True
+        ):
+            if self._unreduced(spec, path, self.token_axes).unreduced:
+                added.append(self.stages.add_among(stack, value, slot, slots))
+            else:
+                sharding = spec.sharding(self.ctx.plan, path)
+                added.append(self.stages.add(stack, value, slot, sharding))
+        return added
 
     def _add(self, stacks, values, slot) -> list[tf.Tensor]:
         pairs = zip(stacks, values, strict=True)

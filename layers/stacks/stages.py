@@ -124,14 +124,16 @@ class Stages:
         def on_device(stacked, _):
             return [_each(functools.partial(write, dim=0), *stacked)]
 
-        of_value = None
-        if sharding is not None:
-            dims = sharding.dims
-            of_value = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
-        shardings = [sharding, of_value, None]
+        shardings = _of_stack(sharding)
         return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
 
-    def add(self, stack: tf.Tensor, value: tf.Tensor, slot: tf.Tensor) -> tf.Tensor:
+    def add(
+        self,
+        stack: tf.Tensor,
+        value: tf.Tensor,
+        slot: tf.Tensor,
+        sharding: Sharding | None = None,
+    ) -> tf.Tensor:
         """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
         if slot.shape.rank == 0:
             return _added(stack, value, slot, dim=1)
@@ -139,7 +141,8 @@ class Stages:
         def on_device(stacked, _):
             return [_each(functools.partial(_added, dim=0), *stacked)]
 
-        return self._locally(on_device, [stack, value, slot])[0]
+        shardings = _of_stack(sharding)
+        return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
 
     def add_among(
         self,
@@ -150,7 +153,8 @@ class Stages:
     ) -> tf.Tensor:
         """`add`, where `slot` is one of the scalars `slots`, which may be equal.
 
-        This is linear in what it adds: the gradients of weights stay unreduced.
+        This is linear in what it adds, so that a partial sum stays unreduced; but it
+        reads and writes an entry of the stack for each of `slots`.
         """
         if slot.shape.rank == 0:
             return self.add(stack, value, slot)
@@ -275,6 +279,14 @@ class Stages:
             manual_to_auto(t, self.mesh, dims(t), manual_axes=self.axes)
             for t in fn(entered, replicated)
         ]
+
+
+def _of_stack(sharding: Sharding | None) -> list[Sharding | None]:
+    """The shardings of a stack [L, Q, ...], an entry [L, ...], and its slot [L]."""
+    if sharding is None:
+        return [None, None, None]
+    dims = sharding.dims
+    return [sharding, dataclasses.replace(sharding, dims=(dims[0], *dims[2:])), None]
 
 
 def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
