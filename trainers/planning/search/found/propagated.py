@@ -75,7 +75,7 @@ def propagated(
 
     Raises:
       ClashError: two dims of a tensor are split by the same axis.
-      ValueError: Shardy cannot complete it.
+      CompletionError: Shardy cannot complete it.
     """
     mesh = DeviceMesh(AXES[: len(shape)], shape)
     with step.module.opened():

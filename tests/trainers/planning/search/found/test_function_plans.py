@@ -39,7 +39,8 @@ def test_the_batch_is_split(found):
     shardings = dict(zip(found.paths, found.leaves, strict=True))
     assert shardings["1"].splits()[0] > 1
     assert found.progress.considered > 1000 and found.progress.propagated <= 60
-    assert "by propagation" in found.text()
+    first, *rest = found.text().splitlines()
+    assert first.endswith("by propagation") and any("  1 " in line for line in rest)
 
 
 def test_layers_are_split_alike(found):
@@ -52,7 +53,13 @@ def test_the_program_is_the_one_of_one_device(found):
     args = tf.nest.map_structure(
         lambda spec: random.normal(size=spec.shape).astype(np.float32) / 30, ARGS
     )
-    program = compile_program(step, ARGS, found.mesh, in_shardings=found.in_shardings)
+    program = compile_program(
+        step,
+        ARGS,
+        found.mesh,
+        in_shardings=found.in_shardings,
+        out_shardings=found.out_shardings,
+    )
     result = program.unshard(program(*args))
     alone = tf.function(step, autograph=False)(
         *tf.nest.map_structure(tf.constant, args)
@@ -63,7 +70,7 @@ def test_the_program_is_the_one_of_one_device(found):
 
 def test_too_many_names_are_refused():
     many = tuple(tf.TensorSpec([2, i]) for i in range(2, 34))
-    with pytest.raises(ValueError, match="64 dims of different names, and 60 at most"):
+    with pytest.raises(ValueError, match="64 dims of different names, and 1 to 60 can"):
         search(lambda *xs: [x + 1 for x in xs], many, "v3:2x2")
 
 
@@ -71,3 +78,18 @@ def test_what_does_not_fit_is_told():
     large = tf.TensorSpec([2**20, 2**20])
     with pytest.raises(ValueError, match="fits TPU topology 'v3:2x2'"):
         search(lambda x: x @ x, [large], "v3:2x2", most=5)
+
+
+def test_one_device_is_refused():
+    with pytest.raises(ValueError, match="'v5e:1x1' has one device"):
+        search(lambda x: x @ x, [tf.TensorSpec([8, 8])], "v5e:1x1")
+
+
+@pytest.mark.parametrize(
+    "count, message",
+    [(1, "leaf 0 of the result has shape"), (2, "2 leaves of the arguments and 1 of")],
+)
+def test_results_that_are_not_like_the_arguments_are_refused(count, message):
+    specs = [tf.TensorSpec([8, 4]), tf.TensorSpec([4, 2])]
+    with pytest.raises(ValueError, match=message):
+        search(lambda x, w: [x @ w], specs, "v3:2x2", results_like=count)
