@@ -1,10 +1,14 @@
 """Plans of functions that no file knows."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.planning.search.found.function_plans import search
 
 B, M, H = 8192, 512, 4096
@@ -93,3 +97,23 @@ def test_results_that_are_not_like_the_arguments_are_refused(count, message):
     specs = [tf.TensorSpec([8, 4]), tf.TensorSpec([4, 2])]
     with pytest.raises(ValueError, match=message):
         search(lambda x, w: [x @ w], specs, "v3:2x2", results_like=count)
+
+
+def test_a_keras_model_is_searched_by_its_stateless_call():
+    model = keras.Sequential([keras.layers.Dense(512), keras.layers.Dense(256)])
+    model.build((None, 128))
+
+    def fn(weights, x):
+        return model.stateless_call(weights, [], x)[0]
+
+    weights = [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables]
+    found = search(fn, [weights, tf.TensorSpec([65536, 128])], "v3:2x2", most=10)
+    assert found.leaves[-1].splits()[0] == 8
+
+
+def test_annotations_of_another_mesh_are_refused():
+    mesh = DeviceMesh(("X",), (8,))
+    with pytest.raises(LoweringError, match="mesh"):
+        search(
+            lambda x: mesh_split(x + 1, mesh, ["X"]), [tf.TensorSpec([64])], "v3:2x2"
+        )
