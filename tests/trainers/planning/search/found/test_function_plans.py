@@ -11,7 +11,7 @@ from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.planning.search.found.function_plans import search
 
-B, M, H = 8192, 512, 4096
+B, M, H = 8192, 128, 512
 ARGS = (
     {
         f"layer_{i}": {"up": tf.TensorSpec([M, H]), "down": tf.TensorSpec([H, M])}
