@@ -175,7 +175,8 @@ def batch_bytes(
         of_a_byte = network.along(axes, 1.0)
         waiting = sum(phase.waiting for phase in of_a_byte)
         moving = sum(phase.moving for phase in of_a_byte)
-        most = max(most, waiting / _WAITING / moving)
+        if moving:  # Between the cores of a chip nothing moves, or waits.
+            most = max(most, waiting / _WAITING / moving)
     return round(most)
 
 

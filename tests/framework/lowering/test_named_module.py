@@ -145,3 +145,22 @@ def test_large_meshes_are_written_in_short():
     order = tuple(np.roll(np.arange(2**13), 1))
     ordered = Sharding(DeviceMesh(names[:13], (2,) * 13, order), (("n3",),))
     assert len(ordered.to_op_sharding().tile_assignment_devices) == 2**13
+
+
+def test_a_convolution_by_groups_counts_each_group_once():
+    """The gradient of a kernel of one channel each has the batch in groups."""
+
+    def fn(x, k):
+        with tf.GradientTape() as tape:
+            tape.watch(k)
+            y = tf.nn.depthwise_conv2d(x, k, (1, 1, 1, 1), "SAME")
+            loss = tf.reduce_sum(y * y)
+        return tape.gradient(loss, k)
+
+    batch, size, channels, taps = 4, 8, 16, 3
+    image = (batch, size, size, channels)
+    kernel = (taps, taps, channels, 1)
+    program = named(fn, (image, ["rows", None, None, None]), (kernel, [None] * 4))
+    macs = taps * taps * batch * size * size * channels
+    assert work(program).flops == 2 * 2 * macs  # Forward, and the gradient.
+    assert work(program, rows=("X",)).flops == 2 * 2 * macs / 4

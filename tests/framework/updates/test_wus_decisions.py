@@ -315,3 +315,5 @@ def test_results_are_batched_until_latency_is_a_tenth():
     assert batch_bytes(decisions, without_latency(POD), mesh) == 0
     unsharded = [dataclasses.replace(decision, layout=None)]
     assert batch_bytes(unsharded, POD, mesh) == 0
+    cores = DeviceMesh(("rows", "columns"), (1024, 2))
+    assert batch_bytes(decisions, POD, cores) == 0

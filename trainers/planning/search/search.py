@@ -86,7 +86,8 @@ class SearchResult:
     @property
     def not_compiled(self) -> int:
         """Promising candidates for which the budget did not last."""
-        return len(self.screened.promising) - len(self.ranked) - len(self.refused)
+        compiled = len(self.ranked) + len(self.refused)  # Slow ones perhaps too.
+        return max(0, len(self.screened.promising) - compiled)
 
 
 def search(
@@ -117,6 +118,9 @@ def search(
     if not screened.promising:
         raise _no_candidate(space, screened)
     rows = list(_compiled(space, screened.promising, cache, budget, jobs))
+    if screened.slow and all(row.result.refusal is not None for row in rows):
+        left = budget - len(rows)
+        rows += _compiled(space, screened.slow, cache, left, jobs)
     ranked = [row for row in rows if row.result.refusal is None]
     refused = [row for row in rows if row.result.refusal is not None]
     if not ranked:
@@ -304,7 +308,7 @@ def _all_refused(
     refused: Sequence[RankedCandidate], screened: Screened, budget: int
 ) -> str:
     least = min(refused, key=lambda row: row.promising.bound)
-    rest = len(screened.promising) - len(refused)
+    rest = len(screened.promising) + len(screened.slow) - len(refused)
     more = (
         f"; {rest} were not compiled: raise --search_budget above {budget}"
         if rest

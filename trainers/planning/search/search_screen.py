@@ -82,12 +82,14 @@ class ScoredCandidate:
       bound: bytes that a device needs at least.
       seconds: a rough guess of its step time, for the order of compiling.
       configured: whether it is the user's configuration.
+      propagated: whether it was propagated, and both are from there.
     """
 
     candidate: Candidate
     bound: float
     seconds: float
     configured: bool
+    propagated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,13 +100,11 @@ class Dropped:
       candidate: the candidate.
       reason: why; counted in `Screened.left_out`.
       bound: bytes that a device needs at least, if that is why.
-      seconds: its time of a step by propagation, if that is why.
     """
 
     candidate: Candidate
     reason: str
     bound: float | None = None
-    seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,7 @@ class Screened:
         None if there are none.
       progress: how many plans that no file has were considered; None: none were.
       dropped: the dropped candidates.
+      slow: candidates that are compiled only if no promising one fits.
     """
 
     promising: tuple[ScoredCandidate, ...]
@@ -125,6 +126,7 @@ class Screened:
     least: tuple[float, Candidate] | None
     progress: Progress | None = None
     dropped: tuple[Dropped, ...] = ()
+    slow: tuple[ScoredCandidate, ...] = ()
 
 
 def screen(space: SearchSpace) -> Screened:

@@ -160,6 +160,7 @@ def _table_lines(plan: ShardingPlan) -> list[str]:
             else f"ShardingPlan.{name} = {{}}"
         )
     lines.append("ShardingPlan.unreduced_gradient_axes = ()")
+    lines.append("ShardingPlan.sequence_attention = %SequenceAttention.GATHER")
     return lines
 
 

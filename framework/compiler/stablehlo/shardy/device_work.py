@@ -332,13 +332,10 @@ class _Walk:
         output = re.search(r"x\[([^\]]*)\]", numbers)[1].split(", ").index("o")
         result, taps = self.local(op.results[0]), self.local(kernel)
         columns = taps[output]
-        groups = ir.IntegerAttr(op.attributes["batch_group_count"]).value
         inner = math.prod(taps) / max(1, columns)
         rows = math.prod(result) / max(1, columns)
         moved = sum(map(self.bytes, (image, kernel, op.results[0])))
-        self.work.products.append(
-            Product(rows, inner, columns, times / max(1, groups), moved)
-        )
+        self.work.products.append(Product(rows, inner, columns, times, moved))
 
     def _other(self, op, times: float) -> None:
         name = op.name.rpartition(".")[2]

@@ -54,7 +54,11 @@ class NamedTensor:
     shape: tuple[int, ...]
 
 
-class ClashError(ValueError):
+class CompletionError(ValueError):
+    """A plan for which a program cannot be completed."""
+
+
+class ClashError(CompletionError):
     """A plan splits two dims of a tensor by the same mesh axis."""
 
 
@@ -185,15 +189,18 @@ class NamedModule:
 
         Raises:
           ClashError: see `split`.
-          ValueError: Shardy cannot complete it.
+          CompletionError: Shardy cannot complete it.
         """
         self._write(mesh, axes)
+        return self._completed(self._passes)
+
+    def _completed(self, passes: PassManager) -> ir.Operation:
         copy = self._module.operation.clone()
         try:
-            self._passes.run(copy)
+            passes.run(copy)
         except ir.MLIRError as e:
             name = self._module.signature.name
-            raise ValueError(f"{name}: Shardy cannot complete it: {e}") from e
+            raise CompletionError(f"{name}: Shardy cannot complete it: {e}") from e
         return copy
 
     def _write(self, mesh: DeviceMesh, axes: Mapping[str, Sequence[str]]) -> None:
@@ -217,12 +224,14 @@ class NamedModule:
             )
 
     def named(self) -> ir.Operation:
-        """The program as Shardy completes it with names, as if all were axes."""
+        """The program as Shardy completes it with names, as if all were axes.
+
+        Raises:
+          CompletionError: Shardy cannot complete it.
+        """
         axes = {name: (name,) for name in self._module.mesh.axis_names}
         self._write(self._module.mesh, axes)
-        copy = self._module.operation.clone()
-        PassManager.parse(_NAMING).run(copy)
-        return copy
+        return self._completed(PassManager.parse(_NAMING))
 
     def opened(self):
         """The MLIR context of the program."""

@@ -50,13 +50,14 @@ def candidate(where, mesh=(2, 4), plan="finalized", policy=EVERYTHING, batch=8):
     return Candidate(mesh=mesh, plan=named, policy=policy, batch=batch)
 
 
-def promising(where, *, bound=1e9, seconds=1.0, **changes):
+def promising(where, *, bound=1e9, seconds=1.0, propagated=False, **changes):
     default = candidate(where, **changes)
     return ScoredCandidate(
         candidate=default,
         bound=bound,
         seconds=seconds,
         configured=is_configured(where.experiment, default),
+        propagated=propagated,
     )
 
 

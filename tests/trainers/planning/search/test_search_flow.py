@@ -19,8 +19,11 @@ from meshwright.trainers import plan, train
 from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
 from meshwright.trainers.experiment import config
 from meshwright.trainers.planning.search import search, search_main, search_worker
+from meshwright.trainers.planning.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.search_screen import Screened
 from meshwright.trainers.planning.search.search_space import built
 from tests.trainers.planning.search import pipelined
+from tests.trainers.planning.search.search_cases import promising, space
 from tests.trainers.planning.test_plan_main import call_main
 
 DOCS = pathlib.Path(__file__).parents[4] / "docs" / "planning.md"
@@ -135,6 +138,21 @@ def test_plans_that_nobody_wrote_are_compiled(tmp_path, compiler, capsys):
     kept = [json.loads(p.read_text()) for p in (tmp_path / "cache").iterdir()]
     (costs,) = (entry for entry in kept if "propagated" in entry["key"])
     assert len(costs["result"]["plans"]) >= 20
+
+
+def test_what_is_slow_is_compiled_if_nothing_else_fits(tmp_path, compiler, monkeypatch):
+    where = space(plans=["plans/finalized.gin"])
+    large, slow = (promising(where, mesh=mesh) for mesh in ((8, 1), (4, 2)))
+    screened = Screened(promising=(large,), left_out={}, least=None, slow=(slow,))
+    monkeypatch.setattr(search, "with_found", lambda *_: screened)
+    cache = PlanCache(folder=tmp_path)
+    options = {"cache": cache, "jobs": 1, "propagated": 1}
+    found = search.search(where, budget=2, **options)
+    assert [row.promising for row in found.ranked] == [slow]
+    assert [row.promising for row in found.refused] == [large]
+    assert len(compiler()) == 2 and found.not_compiled == 0
+    with pytest.raises(search.NothingFitsError, match="1 were not compiled: raise"):
+        search.search(where, budget=1, **options)
 
 
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from meshwright.framework.compiler.stablehlo.shardy.named_module import CompletionError
 from meshwright.framework.devices.device_order import device_order
 from meshwright.framework.devices.topology import Topology
 from meshwright.trainers.planning.search.found.named_step import NamedStep
@@ -215,7 +216,7 @@ class Finder:
                 self.known[point] = propagated(
                     step, point.shape, point.masks, self.torus
                 )
-            except ValueError:
+            except CompletionError:
                 self.known[point] = None
         priced = self.known[point]
         return priced and Found(point=point, priced=priced)

@@ -6,7 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshwright.framework.devices.topology import Topology
-from meshwright.framework.sharding.plan import ShardingPlan, as_axes
+from meshwright.framework.modeling.layer import STACK_DIM
+from meshwright.framework.sharding.plan import (
+    SequenceAttention,
+    ShardingPlan,
+    as_axes,
+)
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
@@ -86,6 +91,8 @@ class PlanFinder:
     def point_of(self, candidate: Candidate) -> Point | None:
         """A candidate as a point of the space; None if it is none."""
         plan = candidate.plan.on(candidate.mesh)
+        if _says_more(plan):
+            return None
         sizes = dict(zip(plan.mesh_axes, plan.mesh_shape, strict=True))
         axes = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: -sizes[a])
         shape = tuple(sizes[axis] for axis in axes)
@@ -100,11 +107,10 @@ class PlanFinder:
         steps = [i for i, one in enumerate(self.choices) if _choice(one) == key]
         return Point(steps[0], shape, masks) if steps else None
 
-    def priced(self, candidate: Candidate) -> Priced | None:
+    def look_up(self, candidate: Candidate) -> Found | None:
         """What propagation says of a candidate; None if it says nothing."""
         point = self.point_of(candidate)
-        found = None if point is None else self.finder.look_up(point)
-        return found and found.priced
+        return None if point is None else self.finder.look_up(point)
 
     def candidates(self, most: int) -> Iterator[tuple[Candidate, Found]]:
         """The best plans found, as candidates, without names that do not matter."""
@@ -136,8 +142,18 @@ class PlanFinder:
             mesh_shape=point.shape,
             device_ids=None,
             unreduced_gradient_axes=(),
+            sequence_attention=SequenceAttention.GATHER,
             **tables,
         )
+
+
+def _says_more(plan: ShardingPlan) -> bool:
+    """Whether a plan does what none of the space does."""
+    return (
+        bool(plan.unreduced_gradient_axes)
+        or bool(as_axes(plan.weights.get(STACK_DIM)))
+        or plan.sequence_attention is not SequenceAttention.GATHER
+    )
 
 
 def _axes_of(plan: ShardingPlan, name: DimName) -> tuple[str, ...]:

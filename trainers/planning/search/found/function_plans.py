@@ -5,7 +5,11 @@
     found = search(step, [weights, batch], "v3:4x4")
     print(found.text())
     program = compile_program(
-        step, [weights, batch], found.mesh, in_shardings=found.in_shardings
+        step,
+        [weights, batch],
+        found.mesh,
+        in_shardings=found.in_shardings,
+        out_shardings=found.out_shardings,
     )
 
 The dims of arguments are the names. What lies between them is left to propagation, so a
@@ -41,12 +45,11 @@ from meshwright.trainers.planning.search.found.named_step import (
     DimName,
     Held,
     NamedStep,
+    check_count,
     sizes_of,
 )
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
 
-# Shardy counts the devices of a mesh of names in 64 bits.
-_MOST_NAMES = 60
 _NUMBER = re.compile(r"_?\d+")
 
 
@@ -59,6 +62,8 @@ class FunctionPlan:
       paths: the path of each leaf of the arguments, as `0.weights.kernel`.
       leaves: the sharding of each leaf.
       args: the arguments' nests of `tf.TensorSpec`.
+      results: the same for the result.
+      results_like: how many of its first leaves are split like those of the arguments.
       priced: what the plan costs, by propagation.
       progress: how many plans were looked at.
     """
@@ -67,6 +72,8 @@ class FunctionPlan:
     paths: tuple[str, ...]
     leaves: tuple[Sharding, ...]
     args: tuple[Any, ...]
+    results: Any
+    results_like: int
     priced: Priced
     progress: Progress
 
@@ -74,6 +81,13 @@ class FunctionPlan:
     def in_shardings(self) -> list[Any]:
         """For each argument a nest of shardings, as `compile_program` takes them."""
         return list(tf.nest.pack_sequence_as(self.args, list(self.leaves)))
+
+    @property
+    def out_shardings(self) -> Any:
+        """A nest of shardings of the result; None: left to completion."""
+        rest = len(tf.nest.flatten(self.results)) - self.results_like
+        leaves = [*self.leaves[: self.results_like], *[None] * rest]
+        return tf.nest.pack_sequence_as(self.results, leaves)
 
     def text(self) -> str:
         """A line for each leaf that is split."""
@@ -84,7 +98,7 @@ class FunctionPlan:
             for path, sharding in zip(self.paths, self.leaves, strict=True)
             if any(sharding.dims)
         ]
-        return "\\n".join(lines)
+        return "\n".join(lines)
 
 
 def search(
@@ -111,10 +125,13 @@ def search(
       most_axes: mesh axes at most.
 
     Raises:
-      ValueError: there are too many dims; no plan fits; or the program has manual
-        regions.
+      LoweringError: see `lower`; or the function has annotations of its own.
+      ValueError: there are too many dims; results are not like the arguments; there is
+        one device; no plan fits; or the program has manual regions.
     """
     args, torus = tuple(args), topology(on)
+    if torus.size == 1:
+        raise ValueError(f"TPU topology {on!r} has one device: nothing can be split")
     named = _Named(fn, args, results_like)
     finder = Finder([named.step], [1.0], torus, most_axes=most_axes)
     finder.run([], most=most)
@@ -132,6 +149,8 @@ def search(
         paths=named.paths,
         leaves=tuple(named.shardings(mesh, best.point.masks)),
         args=args,
+        results=named.results,
+        results_like=results_like,
         priced=best.priced,
         progress=finder.progress,
     )
@@ -152,20 +171,18 @@ class _Named:
             like = _NUMBER.sub("", path), tuple(spec.shape)
             keys = [(*like, dim) for dim in range(spec.shape.rank)]
             self.dims.append([numbers.setdefault(key, len(numbers)) for key in keys])
-        if len(numbers) > _MOST_NAMES:
-            raise ValueError(
-                f"the arguments have {len(numbers)} dims of different names, and "
-                f"{_MOST_NAMES} at most can be searched: stack layers' weights"
-            )
+        check_count(len(numbers))
         names = [f"n{number}" for number in range(len(numbers))]
         mesh = DeviceMesh(tuple(names), (2,) * len(names))
         lowered = lower(fn, args)
+        self.results = lowered.signature.outputs
+        _check_alike(specs, tf.nest.flatten(self.results), results_like)
         module = Module(lowered, mesh)
         with module.opened():
             simplify(module)
         dims_of = [tuple((names[number],) for number in dims) for dims in self.dims]
         split = [Sharding(mesh, dims) for dims in dims_of]
-        results = len(tf.nest.flatten(lowered.signature.outputs))
+        results = len(tf.nest.flatten(self.results))
         program = NamedModule(
             module, split, [*split[:results_like], *[None] * (results - results_like)]
         )
@@ -191,4 +208,20 @@ class _Named:
                     tuple(a for i, a in enumerate(mesh.axis_names) if masks[n] >> i & 1)
                     for n in dims
                 ),
+            )
+
+
+def _check_alike(args: Sequence, results: Sequence, count: int) -> None:
+    """Checks that the first results are like the first arguments."""
+    if not 0 <= count <= min(len(args), len(results)):
+        raise ValueError(
+            f"results_like is {count}, but there are {len(args)} leaves of the "
+            f"arguments and {len(results)} of the result"
+        )
+    for number in range(count):
+        arg, result = args[number], results[number]
+        if arg.shape != result.shape:
+            raise ValueError(
+                f"results_like is {count}, but leaf {number} of the result has shape "
+                f"{result.shape}, and that of the arguments {arg.shape}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tqdm
@@ -17,7 +17,6 @@ from meshwright.trainers.planning.search.found.found_plans import PlanFinder
 from meshwright.trainers.planning.search.found.propagated import Priced
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search_screen import (
-    Dropped,
     ScoredCandidate,
     Screened,
     SearchSpace,
@@ -29,6 +28,7 @@ from meshwright.trainers.planning.search.search_space import (
     NamedPlan,
     built,
     microbatch_counts,
+    misfit,
     policies,
 )
 
@@ -69,12 +69,7 @@ def with_found(
         with _bar(most) as bar:
             finder.find(starts, most=most, tell=lambda made: _tell(bar, made))
         files = [_priced(finder, scored) for scored in screened.promising]
-        points = {finder.point_of(scored.candidate) for scored in files}
-        found = [
-            _scored(candidate, plan.priced)
-            for candidate, plan in finder.candidates(_KEPT)
-            if plan.point not in points
-        ]
+        found = list(_found(space, finder, files))
     finally:
         cache.store(key, {"plans": _written(known)})
     scored = sorted([*files, *found], key=promise)
@@ -137,36 +132,49 @@ def _tell(bar: tqdm.tqdm, made: Progress) -> None:
 
 
 def _priced(finder: PlanFinder, scored: ScoredCandidate) -> ScoredCandidate:
-    priced = finder.priced(scored.candidate)
-    if priced is None:
-        return scored
-    return dataclasses.replace(scored, bound=priced.memory, seconds=priced.seconds)
+    """A candidate of a file by its propagated cost; as it is if it has none."""
+    found = finder.look_up(scored.candidate)
+    return scored if found is None else _by(found.priced, scored)
 
 
-def _scored(candidate: Candidate, priced: Priced) -> ScoredCandidate:
-    return ScoredCandidate(
-        candidate=candidate,
-        bound=priced.memory,
-        seconds=priced.seconds,
-        configured=False,
+def _by(priced: Priced, scored: ScoredCandidate) -> ScoredCandidate:
+    return dataclasses.replace(
+        scored, bound=priced.memory, seconds=priced.seconds, propagated=True
     )
+
+
+def _found(
+    space: SearchSpace, finder: PlanFinder, files: Sequence[ScoredCandidate]
+) -> Iterator[ScoredCandidate]:
+    """The best plans found, but those that are a file's, with names that do nothing."""
+    known = [finder.look_up(scored.candidate) for scored in files]
+    for candidate, plan in finder.candidates(_KEPT):
+        like = (
+            file
+            for file in known
+            if file is not None
+            and (file.point.step, file.point.shape)
+            == (plan.point.step, plan.point.shape)
+        )
+        if any(file.priced.same(plan.priced) for file in like):
+            continue
+        if misfit(space.experiment, candidate, space.torus) is None:
+            scored = ScoredCandidate(
+                candidate=candidate, bound=0.0, seconds=0.0, configured=False
+            )
+            yield _by(plan.priced, scored)
 
 
 def _without_slow(
     screened: Screened, scored: list[ScoredCandidate], progress: Progress
 ) -> Screened:
-    """Leaves out what is slower than the fastest that fits, by more than the error."""
-    if progress.best is None:
-        return dataclasses.replace(screened, promising=tuple(scored))
-    limit = (1 + MARGIN) * progress.best
+    """Puts off what is slower than the fastest that fits, by more than the error."""
+    best = float("inf") if progress.best is None else progress.best
     fast, slow = [], []
     for one in scored:
-        is_slow = one.seconds / one.candidate.batch > limit and not one.configured
-        (slow if is_slow else fast).append(one)
-    dropped = (
-        Dropped(candidate=one.candidate, reason=SLOWER, seconds=one.seconds)
-        for one in slow
-    )
+        is_slow = one.seconds / one.candidate.batch > (1 + MARGIN) * best
+        waits = is_slow and one.propagated and not one.configured
+        (slow if waits else fast).append(one)
     left_out = dict(screened.left_out)
     if slow:
         left_out[SLOWER] = len(slow)
@@ -175,7 +183,7 @@ def _without_slow(
         promising=tuple(fast),
         left_out=left_out,
         progress=progress,
-        dropped=(*screened.dropped, *dropped),
+        slow=tuple(slow),
     )
 
 

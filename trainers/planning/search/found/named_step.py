@@ -30,6 +30,9 @@ from meshwright.trainers.experiment.stacks import repeats
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.search.search_memory import saved_tensors
 
+# Shardy counts the devices of a mesh of names in 64 bits.
+_MOST_NAMES = 60
+
 WEIGHTS, ACTIVATIONS = "weights", "activations"
 
 
@@ -98,12 +101,26 @@ def names_of(dims: tuple[set[str], set[str]]) -> tuple[DimName, ...]:
     )
 
 
+def check_count(count: int) -> None:
+    """Checks that so many names can be searched.
+
+    Raises:
+      ValueError: there are none, or more than Shardy can have axes for.
+    """
+    if not 0 < count <= _MOST_NAMES:
+        raise ValueError(
+            f"there are {count} dims of different names, and 1 to {_MOST_NAMES} can be "
+            "searched: give dims that are split alike the same name, or stack layers"
+        )
+
+
 def named_step(experiment: Experiment, names: Sequence[DimName]) -> NamedStep:
     """Traces the step of an experiment once, whatever its plan.
 
     Raises:
-      ValueError: the step has manual regions, or cannot be traced.
+      ValueError: the step has manual regions or too many names, or cannot be traced.
     """
+    check_count(len(names))
     axes = {name: f"n{i}" for i, name in enumerate(names)}
     tables = {
         table: {name.dim: axis for name, axis in axes.items() if name.table == table}

@@ -1,8 +1,9 @@
 """The second sieve: a plan completed by Shardy in process, and priced.
 
-Nothing is compiled. Products take their FLOPs at the rate that XLA's reach, other ops
-what they move, and Shardy's collectives what the links need for them. The two rates
-were set by the compiled estimates of GSPMD's Tables 2 and 3 (docs/planning.md).
+Nothing is compiled. Products take their FLOPs at the rate that XLA's reach, or what
+they move if that takes longer; other ops what they move, and Shardy's collectives what
+the links need for them. The two rates were set by the compiled estimates of GSPMD's
+Tables 2 and 3 (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def propagated(
 
     Raises:
       ClashError: two dims of a tensor are split by the same axis.
-      ValueError: Shardy cannot complete it.
+      CompletionError: Shardy cannot complete it.
     """
     mesh = DeviceMesh(AXES[: len(shape)], shape)
     with step.module.opened():
@@ -102,10 +103,15 @@ def price(work: DeviceWork, mesh: DeviceMesh, torus: Topology) -> Priced:
 
 def compute_seconds(work: DeviceWork, kind: TpuKind) -> float:
     """Seconds of products and of all other ops."""
-    flops = sum(_padded_flops(product) for product in work.products)
-    products = flops / (_PRODUCTS * kind.peak_flops)
+    products = sum(_product_seconds(product, kind) for product in work.products)
     moved = work.moved + _PER_ELEMENT * work.elements
     return products + moved / kind.memory_bandwidth
+
+
+def _product_seconds(product: Product, kind: TpuKind) -> float:
+    """By its FLOPs, or what it moves where that takes longer: small ones."""
+    moving = product.moved * product.count / kind.memory_bandwidth
+    return max(_padded_flops(product) / (_PRODUCTS * kind.peak_flops), moving)
 
 
 def _padded_flops(product: Product) -> float:

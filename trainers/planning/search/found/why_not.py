@@ -40,13 +40,15 @@ def _reason(
     if refused := [r for r in outcome.refused if mine(r.promising.candidate)]:
         row = refused[0]
         return f"refused at {_at(row.promising.candidate)}: {row.result.refusal}"
-    dropped = [d for d in outcome.screened.dropped if mine(d.candidate)]
-    scored = [s for s in outcome.screened.promising if mine(s.candidate)]
-    timed = [*scored, *(d for d in dropped if d.seconds is not None)]
+    screened = outcome.screened
+    timed = [s for s in (*screened.promising, *screened.slow) if mine(s.candidate)]
     if timed:
-        best = min(timed, key=_seconds)
+        best = min(timed, key=lambda s: (not s.propagated, _seconds(s)))
+        if not (best.propagated and winner.promising.propagated):
+            return f"was not compiled at {_at(best.candidate)}, nor propagated"
         more = _seconds(best) / _seconds(winner.promising) - 1
         return _slower(best.candidate, more, "by propagation")
+    dropped = [d for d in screened.dropped if mine(d.candidate)]
     if large := [d for d in dropped if d.bound is not None]:
         least = min(large, key=lambda d: d.bound)
         over = bytes_text(least.bound - space.torus.kind.memory)
@@ -63,7 +65,7 @@ def _not_allowed(dropped: list[Dropped]) -> str:
     return f"not allowed: {max(reasons, key=reasons.count)}"
 
 
-def _seconds(scored: ScoredCandidate | Dropped) -> float:
+def _seconds(scored: ScoredCandidate) -> float:
     return scored.seconds / scored.candidate.batch
 
 

@@ -5,6 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
+from meshwright.framework.compiler.stablehlo.shardy.device_work import (
+    DeviceWork,
+    Product,
+)
 from meshwright.framework.compiler.stablehlo.shardy.named_module import ClashError
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.plan import as_axes
@@ -16,7 +20,10 @@ from meshwright.trainers.planning.search.found.finding import (
     plainest,
 )
 from meshwright.trainers.planning.search.found.found_plans import PlanFinder, table_text
-from meshwright.trainers.planning.search.found.propagated import propagated
+from meshwright.trainers.planning.search.found.propagated import (
+    compute_seconds,
+    propagated,
+)
 from meshwright.trainers.planning.search.search_space import Candidate
 from tests.trainers.planning.search.search_cases import NOTHING, space
 
@@ -133,3 +140,13 @@ def test_a_plan_is_a_table_of_names(finder):
         "batch           X.Y",
         "vocab  Y",
     ]
+
+
+def test_a_small_product_takes_what_it_moves():
+    kind = topology("v3:2x2").kind
+    seconds = [
+        compute_seconds(DeviceWork(products=[Product(*sizes, 1, moved)]), kind)
+        for sizes, moved in (((8, 128, 128), 1e6), ((8192, 8192, 8192), 1e6))
+    ]
+    assert seconds[0] == 1e6 / kind.memory_bandwidth
+    assert seconds[1] > 2 * 8192**3 / kind.peak_flops

@@ -1,13 +1,17 @@
 """Plans of functions that no file knows."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.planning.search.found.function_plans import search
 
-B, M, H = 8192, 512, 4096
+B, M, H = 8192, 128, 512
 ARGS = (
     {
         f"layer_{i}": {"up": tf.TensorSpec([M, H]), "down": tf.TensorSpec([H, M])}
@@ -39,7 +43,8 @@ def test_the_batch_is_split(found):
     shardings = dict(zip(found.paths, found.leaves, strict=True))
     assert shardings["1"].splits()[0] > 1
     assert found.progress.considered > 1000 and found.progress.propagated <= 60
-    assert "by propagation" in found.text()
+    first, *rest = found.text().splitlines()
+    assert first.endswith("by propagation") and any("  1 " in line for line in rest)
 
 
 def test_layers_are_split_alike(found):
@@ -52,7 +57,13 @@ def test_the_program_is_the_one_of_one_device(found):
     args = tf.nest.map_structure(
         lambda spec: random.normal(size=spec.shape).astype(np.float32) / 30, ARGS
     )
-    program = compile_program(step, ARGS, found.mesh, in_shardings=found.in_shardings)
+    program = compile_program(
+        step,
+        ARGS,
+        found.mesh,
+        in_shardings=found.in_shardings,
+        out_shardings=found.out_shardings,
+    )
     result = program.unshard(program(*args))
     alone = tf.function(step, autograph=False)(
         *tf.nest.map_structure(tf.constant, args)
@@ -63,7 +74,7 @@ def test_the_program_is_the_one_of_one_device(found):
 
 def test_too_many_names_are_refused():
     many = tuple(tf.TensorSpec([2, i]) for i in range(2, 34))
-    with pytest.raises(ValueError, match="64 dims of different names, and 60 at most"):
+    with pytest.raises(ValueError, match="64 dims of different names, and 1 to 60 can"):
         search(lambda *xs: [x + 1 for x in xs], many, "v3:2x2")
 
 
@@ -71,3 +82,38 @@ def test_what_does_not_fit_is_told():
     large = tf.TensorSpec([2**20, 2**20])
     with pytest.raises(ValueError, match="fits TPU topology 'v3:2x2'"):
         search(lambda x: x @ x, [large], "v3:2x2", most=5)
+
+
+def test_one_device_is_refused():
+    with pytest.raises(ValueError, match="'v5e:1x1' has one device"):
+        search(lambda x: x @ x, [tf.TensorSpec([8, 8])], "v5e:1x1")
+
+
+@pytest.mark.parametrize(
+    "count, message",
+    [(1, "leaf 0 of the result has shape"), (2, "2 leaves of the arguments and 1 of")],
+)
+def test_results_that_are_not_like_the_arguments_are_refused(count, message):
+    specs = [tf.TensorSpec([8, 4]), tf.TensorSpec([4, 2])]
+    with pytest.raises(ValueError, match=message):
+        search(lambda x, w: [x @ w], specs, "v3:2x2", results_like=count)
+
+
+def test_a_keras_model_is_searched_by_its_stateless_call():
+    model = keras.Sequential([keras.layers.Dense(512), keras.layers.Dense(256)])
+    model.build((None, 128))
+
+    def fn(weights, x):
+        return model.stateless_call(weights, [], x)[0]
+
+    weights = [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables]
+    found = search(fn, [weights, tf.TensorSpec([65536, 128])], "v3:2x2", most=10)
+    assert found.leaves[-1].splits()[0] == 8
+
+
+def test_annotations_of_another_mesh_are_refused():
+    mesh = DeviceMesh(("X",), (8,))
+    with pytest.raises(LoweringError, match="mesh"):
+        search(
+            lambda x: mesh_split(x + 1, mesh, ["X"]), [tf.TensorSpec([64])], "v3:2x2"
+        )

@@ -4,16 +4,21 @@ import dataclasses
 
 import pytest
 
-from meshwright.framework.sharding.plan import as_axes
+from meshwright.framework.sharding.plan import SequenceAttention, as_axes
 from meshwright.trainers.planning.search import search_screen, search_text
-from meshwright.trainers.planning.search.found import joined
+from meshwright.trainers.planning.search.found import found_plans, joined
 from meshwright.trainers.planning.search.found.finding import Point, Progress
 from meshwright.trainers.planning.search.found.propagated import Priced
 from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search_screen import Dropped
 from meshwright.trainers.planning.search.search_space import NamedPlan, built
-from tests.trainers.planning.search.search_cases import candidate, searched, space
+from tests.trainers.planning.search.search_cases import (
+    candidate,
+    promising,
+    searched,
+    space,
+)
 
 GIB = 2**30
 
@@ -25,11 +30,15 @@ def where():
 
 def with_dropped(where, *dropped, plan="attempt1"):
     """A search that attempt 2 won, and that dropped candidates of another plan."""
-    outcome = searched(where)
     rows = tuple(
         Dropped(candidate=candidate(where, plan=plan), **fields) for fields in dropped
     )
-    screened = dataclasses.replace(outcome.screened, dropped=rows)
+    return with_screened(where, dropped=rows)
+
+
+def with_screened(where, **fields):
+    outcome = searched(where)
+    screened = dataclasses.replace(outcome.screened, **fields)
     return dataclasses.replace(outcome, screened=screened)
 
 
@@ -50,11 +59,6 @@ def with_dropped(where, *dropped, plan="attempt1"):
             "attempt1: does not fit by 2.00 GiB or more, at 2x4, recompute everything, "
             "batch 8",
         ),
-        (
-            [{"reason": joined.SLOWER, "seconds": 1.5}],
-            "attempt1: 50.0% slower at 2x4, recompute everything, batch 8, by "
-            "propagation",
-        ),
     ],
 )
 def test_each_plan_of_a_file_is_answered_for(where, dropped, line):
@@ -62,6 +66,23 @@ def test_each_plan_of_a_file_is_answered_for(where, dropped, line):
     assert lines[0] == line
     assert lines[1].startswith("finalized: 100.0% slower at 2x4, recompute all but 6")
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    "propagated, line",
+    [
+        (True, "attempt1: 50.0% slower at 2x4, recompute everything, batch 8, by prop"),
+        (False, "attempt1: was not compiled at 2x4, recompute everything, batch 8, no"),
+    ],
+)
+def test_what_was_not_compiled_is_compared_by_propagation(where, propagated, line):
+    slow = promising(where, plan="attempt1", seconds=1.5, propagated=propagated)
+    outcome = with_screened(where, slow=(slow,))
+    winner = outcome.ranked[0]
+    priced = dataclasses.replace(winner.promising, propagated=True)
+    ranked = (dataclasses.replace(winner, promising=priced), *outcome.ranked[1:])
+    first, *_ = why_not(where, dataclasses.replace(outcome, ranked=ranked))
+    assert first.startswith(line)
 
 
 def test_a_found_plan_is_written_as_gin(where):
@@ -116,3 +137,29 @@ def test_costs_are_kept_for_the_next_time(tmp_path):
     cache.store({"key": "a"}, {"plans": joined._written(known)})
     assert joined._read(cache.cached({"key": "a"})) == known
     assert joined._read(None) == {}
+
+
+def test_what_is_slow_by_propagation_waits(where):
+    """What was not propagated is not called slow, nor is the configuration."""
+    slow = promising(where, plan="attempt1", seconds=9.0, propagated=True)
+    unknown = promising(where, plan="attempt1", seconds=9.0)
+    fast = promising(where, plan="attempt2", seconds=1.0, propagated=True)
+    configured = dataclasses.replace(slow, configured=True)
+    progress = Progress(considered=9, propagated=3, best=1.0 / 8, floor=0.1)
+    before = dataclasses.replace(searched(where).screened, left_out={})
+    screened = joined._without_slow(before, [configured, fast, unknown, slow], progress)
+    assert screened.promising == (configured, fast, unknown)
+    assert screened.slow == (slow,) and screened.left_out == {joined.SLOWER: 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"unreduced_gradient_axes": ("X",)},
+        {"sequence_attention": SequenceAttention.RING},
+        {"weights": {"layers": "X"}},
+    ],
+)
+def test_a_plan_that_is_not_in_the_space_has_no_price(where, changes):
+    assert found_plans._says_more(dataclasses.replace(where.experiment.plan, **changes))
+    assert not found_plans._says_more(where.experiment.plan)
