@@ -124,8 +124,6 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.always
-@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.slow  # The step is traced for each choice of recomputation.
 def test_plans_that_nobody_wrote_are_compiled(tmp_path, compiler, capsys):
     assert run(tmp_path, search_propagated="20") is None
@@ -155,6 +153,8 @@ def test_what_is_slow_is_compiled_if_nothing_else_fits(tmp_path, compiler, monke
         search.search(where, budget=1, **options)
 
 
+@pytest.mark.always
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch):
     monkeypatch.setenv("STOP", "1")
     assert run(tmp_path) == INTERRUPTED
