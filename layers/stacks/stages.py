@@ -120,12 +120,7 @@ class Stages:
         sharding: Sharding | None = None,
     ) -> tf.Tensor:
         """A stack [L, Q, ...] with `value` [L, ...] at `slot` [L]; see `read`."""
-
-        def on_device(stacked, _):
-            return [_each(functools.partial(write, dim=0), *stacked)]
-
-        shardings = _of_stack(sharding)
-        return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
+        return self._changed(write, stack, value, slot, sharding)
 
     def add(
         self,
@@ -137,9 +132,13 @@ class Stages:
         """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
         if slot.shape.rank == 0:
             return _added(stack, value, slot, dim=1)
+        return self._changed(_added, stack, value, slot, sharding)
+
+    def _changed(self, change, stack, value, slot, sharding) -> tf.Tensor:
+        """A stack whose entry at `slot` [L] each stage changes by `value`."""
 
         def on_device(stacked, _):
-            return [_each(functools.partial(_added, dim=0), *stacked)]
+            return [_each(functools.partial(change, dim=0), *stacked)]
 
         shardings = _of_stack(sharding)
         return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
