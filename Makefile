@@ -57,7 +57,8 @@ cases: install
 test-slow: install
 	$(BIN)/python -m tests.house.in_turn -n $(WORKERS) -m slow
 
-# The operator matrix with this many cases, others for each seed; docs/operators.md.
+# The operator matrix with this many cases, others for each seed;
+# docs/internals/operators.md.
 # LAYOUTS=1 draws single operators over all axes instead.
 CASES ?= 5000
 SEED ?= $(shell date +%s)
@@ -65,7 +66,8 @@ matrix: install
 	$(BIN)/python -m tests.operators.matrix --cases=$(CASES) --seed=$(SEED) \
 	  --workers=$(WORKERS) $(if $(LAYOUTS),--layouts)
 
-# So many hostile files for each reader, others for each seed; docs/hostile_input.md.
+# So many hostile files for each reader, others for each seed;
+# docs/internals/hostile_input.md.
 fuzz: install
 	FUZZ_CASES=$(CASES) FUZZ_SEED=$(SEED) $(BIN)/pytest -n $(WORKERS) tests/fuzz
 

@@ -1,4 +1,4 @@
-"""The table of docs/tasks.md: the fields of an experiment, from its docstring.
+"""The fields of an experiment in docs/reference/programs/tasks.md, from its docstring.
 
 python -m tests.house.experiment_page writes it.
 """
@@ -12,7 +12,7 @@ import re
 
 from meshwright.trainers.experiment.experiment import Experiment
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "tasks.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/reference/programs/tasks.md"
 HEADING = "## The fields of an experiment\n"
 
 
