@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
 
-.PHONY: install train lint test test-all cases test-slow matrix fuzz golden constraints clean
+.PHONY: install train lint test test-all cases test-slow matrix fuzz golden docs reference \
+  constraints clean
 
 install: $(INSTALLED)
 
@@ -28,7 +29,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
 	PYTHONWARNINGS='ignore:Editable installation' \
 	  $(PIP) install --quiet --no-compile --no-build-isolation \
-	  --constraint constraints.txt --editable '.[test,plan,mt,asr,seg,safetensors,zoo]'
+	  --constraint constraints.txt --editable '.[test,docs,plan,mt,asr,seg,safetensors,zoo]'
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # Templates do not.
 	@touch $@
 
@@ -75,6 +76,16 @@ fuzz: install
 golden: install
 	$(BIN)/python tests/golden/refresh.py
 
+# The site, which loads nothing from the network; search wants a server:
+# python -m http.server --directory build/site
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Built build/site/index.html"
+
+# Writes the pages of docs/reference that gin files and docstrings make; look at the diff.
+reference: install
+	$(BIN)/python -m tests.house.docs.reference_pages
+
 # Repins everything to the newest versions that go together, all extras included.
 # It installs nothing: run `make test-all test-slow` after it.
 define PINS
@@ -88,7 +99,7 @@ export PINS
 
 constraints: install
 	$(PIP) install --quiet --dry-run --ignore-installed --report - \
-	  pip setuptools '.[test,plan,mt,asr,seg,safetensors,zoo,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
+	  pip setuptools '.[test,docs,plan,mt,asr,seg,safetensors,zoo,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
 	mv .venv/pins constraints.txt
 
 clean:
