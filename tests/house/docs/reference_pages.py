@@ -1,7 +1,7 @@
 """The pages of docs/reference that are made: gin files, and what they can bind.
 
-`make reference` writes them. A gin file's section is its opening comment and its text; a
-configurable's, its docstring and a row for each parameter.
+`make reference` writes them. A gin file's section is its opening comment and its text;
+a configurable's, its docstring and a row for each parameter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ ROOT = pathlib.Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "reference"
 PARAMS = ROOT / "params"
 _MADE = "<!-- Written by `make reference`. -->\n"
+_BINDING = """\
+A gin file binds a parameter by `Name.parameter = value`, and a flag does by
+`--gin_param='Name.parameter = value'`. `@Name()` is an instance, `%NAME` a macro, and
+`%Recompute.NOTHING` a member of an enum.
+"""
 
 GIN_FOLDERS = {
     "lm": "language models",
@@ -119,11 +124,7 @@ def _configurables_page(page: str) -> str:
     title, about, rooms = CONFIGURABLES[page]
     parts = [_MADE, f"# {title}\n", f"{about}\n"]
     if page == "experiment":
-        parts.append(
-            "A gin file binds a parameter by `Name.parameter = value`, and a flag does by\n"
-            "`--gin_param='Name.parameter = value'`. `@Name()` is an instance, `%NAME` a "
-            "macro,\nand `%Recompute.NOTHING` a member of an enum.\n"
-        )
+        parts.append(_BINDING)
     for one in sorted(_configurables(rooms), key=_order):
         parts += [f"## {one.__name__}\n", _description(one), _table(one)]
     return "\n".join(parts)

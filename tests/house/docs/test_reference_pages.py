@@ -1,4 +1,4 @@
-"""The made pages are what gin files and docstrings say, and gin files say how to run."""
+"""Made pages have what gin files and docstrings say; gin files say how to run them."""
 
 import re
 
@@ -18,9 +18,8 @@ def test_the_page_is_current(page):
 
 def test_no_page_is_left_over():
     folders = {(REFERENCE / page).parent for page in TEXTS}
-    kept = {
-        path.relative_to(REFERENCE).as_posix() for f in folders for path in f.iterdir()
-    }
+    files = [file for folder in folders for file in folder.iterdir()]
+    kept = {file.relative_to(REFERENCE).as_posix() for file in files}
     assert kept == set(TEXTS)
 
 
