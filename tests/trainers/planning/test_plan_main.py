@@ -70,9 +70,13 @@ def test_explains_a_part_of_the_program(capsys):
 
 
 def the_docs_excerpts():
-    page = (ROOT / "docs/reference/sharding/explain.md").read_text()
-    blocks = re.findall(r"```\n(train over .*?)```", page, re.DOTALL)
-    return [part for block in blocks for part in block.strip().split("\n...\n")]
+    """Of the summary, and then of tensors, what the pages have."""
+    parts = []
+    for page in ("reference/sharding/explain.md", "explanations/a_step.md"):
+        text = (ROOT / "docs" / page).read_text()
+        blocks = re.findall(r"```\n((?:train over|  )[^`]*?)```", text)
+        parts += [p for block in blocks for p in block.rstrip().split("\n...\n")]
+    return parts
 
 
 def test_the_docs_name_the_lines_of_products_and_annotations():
@@ -91,7 +95,7 @@ def test_the_docs_name_the_lines_of_products_and_annotations():
 def test_the_docs_have_what_is_printed_of_the_default_job(capsys):
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright-plan"])
-    match = r"^stack\.feed_forward$"
+    match = r"^stack\.(feed_forward|attention)$"
     with flagsaver.as_parsed(
         gin_file=["lm/stdlib_tiny.gin"],
         device_count="8",
