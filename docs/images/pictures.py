@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 FOLDER = pathlib.Path(__file__).parent
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")  # Of a tensor's four parts.
+COLOURS = ("#4e79a7", "#c8690f", "#3f8a38", "#94588c")  # Of a tensor's four parts.
 SUM = "#3b3b3b"
 CARD, INK, FAINT = "#fbfbfc", "#24292f", "#8a9099"
 CELL, GAP, TOP = 34, 28, 64
@@ -136,15 +136,21 @@ def collectives() -> dict[str, str]:
     }
 
 
-def _grid(x: int, y: int, cell: Callable[[int, int], tuple[str, str]], label: str):
+def _grid(y: int, cell: Callable[[int, int], Cell], label: str, note: str) -> list[str]:
     """A tensor on the (2, 4) mesh: what each device holds of it."""
-    parts = [text(x + 118, y - 14, label, size=13, weight="bold")]
+    parts = [
+        text(24, y - 10, label, size=15, anchor="start", weight="bold"),
+        *[
+            text(330, y + 24 + 20 * n, line, size=14, fill=INK, anchor="start")
+            for n, line in enumerate(note.split("\n"))
+        ],
+    ]
     for row in range(2):
         for column in range(4):
             words, fill = cell(row, column)
-            left, top = x + column * 60, y + row * 44
-            parts.append(rect(left, top, 56, 40, fill))
-            parts.append(text(left + 28, top + 25, words, size=12, fill="#fff"))
+            left, top = 24 + column * 72, y + row * 38
+            parts.append(rect(left, top, 68, 34, fill))
+            parts.append(text(left + 34, top + 22, words, fill="#fff"))
     return parts
 
 
@@ -155,41 +161,31 @@ def one_program() -> str:
         'w = mw.mesh_split(w, mesh, [None, "y"])',
         "y = tf.nn.relu(x @ w)",
     ]
+    tones, greens = ("#34567f", "#6087b3"), ("#2c5a28", "#3f8a38")
     parts = [
-        text(24, 34, "One program", size=16, anchor="start", weight="bold"),
-        rect(24, 48, 330, 84, "#eef1f5"),
+        text(24, 34, "One program ...", size=17, anchor="start", weight="bold"),
+        rect(24, 48, 512, 88, "#eef1f5"),
         *[
-            f'<text x="36" y="{72 + 22 * n}" font-size="12" fill="{INK}" '
+            f'<text x="38" y="{74 + 23 * n}" font-size="14" fill="{INK}" '
             f'font-family="monospace">{line.replace(chr(34), "&quot;")}</text>'
             for n, line in enumerate(code)
         ],
-        arrow(189, 136, 189, 166),
-        text(
-            24, 190, "eight devices, mesh (x=2, y=4)", size=16, anchor="start",
-            weight="bold",
-        ),
-        text(24, 211, "Completion splits y, which nobody annotated, by both axes.",
-             size=12, fill=FAINT, anchor="start"),
-    ]  # fmt: skip
-    tones = ("#4e79a7", "#86a8c9")
-    parts += _grid(24, 250, lambda r, c: (f"rows {r}", tones[r]), "x   [x,_]")
-    parts += _grid(284, 250, lambda r, c: (f"cols {c}", COLOURS[c]), "w   [_,y]")
-    parts += _grid(
-        544, 250, lambda r, c: (f"{r}, {c}", ("#2f5d34", "#59a14f")[r]), "y   [x,y]"
-    )
-    notes = (
-        "Rows are split by x,",
-        "and copied along y.",
-        "",
-        "Columns are split by y,",
-        "and copied along x.",
-        "The product sends nothing.",
-    )
-    parts += [
-        text(400, 62 + 19 * n, note, size=13, fill=INK, anchor="start")
-        for n, note in enumerate(notes)
+        text(24, 172, "... on eight devices", size=17, anchor="start", weight="bold"),
+        text(536, 172, "a mesh of x=2 by y=4", size=14, fill=FAINT, anchor="end"),
     ]
-    return picture(808, 356, "One program on eight devices", parts)
+    parts += _grid(
+        214, lambda r, c: (f"rows {r}", tones[r]), "x  [x,_]",
+        "Its rows are split by x,\nand copied along y.",
+    )  # fmt: skip
+    parts += _grid(
+        328, lambda r, c: (f"cols {c}", COLOURS[c]), "w  [_,y]",
+        "Its columns are split by y,\nand copied along x.",
+    )  # fmt: skip
+    parts += _grid(
+        442, lambda r, c: (f"{r}, {c}", greens[r]), "y  [x,y]",
+        "Completion splits it by both.\nThe product sends nothing.",
+    )  # fmt: skip
+    return picture(560, 534, "One program on eight devices", parts)
 
 
 def pictures() -> dict[str, str]:
