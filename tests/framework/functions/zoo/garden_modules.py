@@ -100,7 +100,9 @@ MODULES: dict[str, Case] = {
     "FourierTransformLayer": keras2_model(
         _self(lambda: layers.FourierTransformLayer(use_fft=True)), SEQUENCE
     ),
-    "HartleyTransformLayer": keras2_model(_self(layers.HartleyTransformLayer), SEQUENCE),
+    "HartleyTransformLayer": keras2_model(
+        _self(layers.HartleyTransformLayer), SEQUENCE
+    ),
     "LinearTransformLayer": keras2_model(_self(layers.LinearTransformLayer), SEQUENCE),
     "GatedFeedforward": keras2_model(
         lambda: layers.GatedFeedforward(32, num_blocks=2), SEQUENCE

@@ -28,7 +28,9 @@ def _layer(name: str, shape: tuple[int, ...], *args: Any, **options: Any) -> Cas
     return keras2_model(lambda: getattr(LAYERS, name)(*args, **how), shape, **options)
 
 
-def keras2_model(make: Callable[[], Any], *shapes: tuple[int, ...], **options: Any) -> Case:
+def keras2_model(
+    make: Callable[[], Any], *shapes: tuple[int, ...], **options: Any
+) -> Case:
     """A layer or a model, trained by plain gradient descent."""
 
     def made(*inputs) -> Made:
@@ -207,7 +209,9 @@ MODULES: dict[str, Case] = {
     "GRU": _layer("GRU", SEQUENCE, 8),
     "SimpleRNN": _layer("SimpleRNN", SEQUENCE, 8, how={"return_sequences": True}),
     "ConvLSTM2D": _layer("ConvLSTM2D", (3, *IMAGE), 4, 3),
-    "Bidirectional": keras2_model(lambda: LAYERS.Bidirectional(LAYERS.GRU(8)), SEQUENCE),
+    "Bidirectional": keras2_model(
+        lambda: LAYERS.Bidirectional(LAYERS.GRU(8)), SEQUENCE
+    ),
     "RNN": keras2_model(
         lambda: LAYERS.RNN([LAYERS.LSTMCell(8), LAYERS.GRUCell(4)]), SEQUENCE
     ),
@@ -215,7 +219,9 @@ MODULES: dict[str, Case] = {
         lambda: LAYERS.TimeDistributed(LAYERS.Dense(8)), SEQUENCE
     ),
     "PReLU": _layer("PReLU", (8,)),
-    "Attention": keras2_model(lambda: LAYERS.Attention(use_scale=True), SEQUENCE, SEQUENCE),
+    "Attention": keras2_model(
+        lambda: LAYERS.Attention(use_scale=True), SEQUENCE, SEQUENCE
+    ),
     "MultiHeadAttention": keras2_model(_attention, SEQUENCE),
     "functional": keras2_model(_functional, (8,), SEQUENCE),
     "subclass": keras2_model(Subclass, (8,)),
