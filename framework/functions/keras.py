@@ -186,7 +186,7 @@ def distribute(
         the activations' "batch".
       weight_update_sharding: "auto", "off" or "all": which weight updates, that the
         data axes would repeat, are divided among the devices, with the optimizer state
-        that goes with them; see docs/weight_updates.md.
+        that goes with them; see docs/explanations/weight_updates.md.
       **options: of `meshwright.function`, but for `update_sharding`.
 
     Returns:

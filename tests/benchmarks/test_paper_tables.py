@@ -108,8 +108,8 @@ def cells_of(line: str) -> list[str]:
 
 
 def rows_of_docs():
-    """(key, peak, step time, error) as docs/planning.md has them, of each row."""
-    text = (SCRIPT.parents[2] / "docs" / "planning.md").read_text()
+    """(key, peak, step time, error) of each row of docs/reference/planning.md."""
+    text = (SCRIPT.parents[2] / "docs/reference/planning.md").read_text()
     tables = ("2", "3", "4", "5", "8", "6", "7")
     keys = [(r.table, r.name) for table in tables for r in ROWS if r.table == table]
     # By rows a core, layers and experts.
@@ -270,7 +270,7 @@ def test_the_error_bars_are_those_of_rows_left_out():
     assert {topology(row.topology).kind.name for row in GSPMD_ROWS} == {MEASURED_KIND}
 
 
-# How far a row's step time may be from the paper's: see docs/planning.md.
+# How far a row's step time may be from the paper's: see docs/reference/planning.md.
 # Ours of Table 4 reduces gradients once a step; in each iteration it was 0.12 off.
 STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.23, "5": 0.17, "6": 0.15, "7": 0.15, "8": 0.1}
 

@@ -13,14 +13,18 @@ from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from tests.house import snippets
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def blocks():
     for page in PAGES:
         matches = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         for i, block in enumerate(matches):
-            yield pytest.param(block, id=f"{page.name}-{i}")
+            yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{i}")
 
 
 def commands(pattern):

@@ -70,7 +70,7 @@ def test_explains_a_part_of_the_program(capsys):
 
 
 def the_docs_excerpts():
-    page = (ROOT / "docs/explain.md").read_text()
+    page = (ROOT / "docs/reference/sharding/explain.md").read_text()
     blocks = re.findall(r"```\n(train over .*?)```", page, re.DOTALL)
     return [part for block in blocks for part in block.strip().split("\n...\n")]
 

@@ -35,7 +35,7 @@ BY_GSPMD = [
     *[("TFP", name) for name in ("RealNVP", "NoUTurnSampler", "GaussianProcess")],
 ]
 """Cases that GSPMD partitions too: each kind of program that the others are of."""
-PAGE = pathlib.Path(__file__).parents[4] / "docs" / "functions.md"
+PAGE = pathlib.Path(__file__).parents[4] / "docs/reference/programs/functions.md"
 
 
 @functools.cache
