@@ -10,6 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
+MODEL_GARDEN := tf-models-official==2.20.0
 
 .PHONY: install train lint test test-all cases test-slow matrix fuzz golden docs reference \
   constraints clean
@@ -17,6 +18,8 @@ INSTALLED := .venv/installed
 install: $(INSTALLED)
 
 # pip and setuptools are pinned too, so no build environment is fetched on the side.
+# The Model Garden comes without what it asks for, 1 GB for pictures and datasets: its
+# layers of language models, which tests train, need none of it.
 # Bytecode is made here, in 20 s on two cores: where PYTHONDONTWRITEBYTECODE is set, as in
 # many containers, every process would compile TensorFlow anew, which takes 6 s.
 # The warning is setuptools' word to the wise on every editable install.
@@ -30,6 +33,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	PYTHONWARNINGS='ignore:Editable installation' \
 	  $(PIP) install --quiet --no-compile --no-build-isolation \
 	  --constraint constraints.txt --editable '.[test,docs,plan,mt,asr,seg,safetensors,zoo]'
+	$(PIP) install --quiet --no-compile --no-deps $(MODEL_GARDEN)
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # Templates do not.
 	@touch $@
 

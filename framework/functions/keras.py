@@ -10,10 +10,11 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import tensorflow as tf
 
+from meshwright.framework.compiler.program import FunctionOptions
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -161,7 +162,7 @@ def distribute(
     *,
     data_axes: Sequence[str] | None = None,
     weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO,
-    **options: Any,
+    **options: Unpack[FunctionOptions],
 ) -> Any:
     """Has a Keras model train, evaluate and predict on a mesh.
 

@@ -118,7 +118,7 @@ def test_faults_of_a_page_are_seen(planned, tmp_path):
     assert any("Content Security Policy" in line for line in look.console)
     blank = re.sub(r"<path .*?/>", "", page, flags=re.DOTALL)
     look = look_at(blank, tmp_path, widths=(DESK,))
-    with pytest.raises(AssertionError, match="What is alive"):
+    with pytest.raises(AssertionError, match="Memory in use"):
         check_view(look.views[0])
 
 
