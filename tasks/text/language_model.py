@@ -25,10 +25,9 @@ from meshwright.layers.attention.mask_rules import (
     PrefixMask,
     rule_of,
 )
-from meshwright.layers.stacks.each_layer import each_layer
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.sequential import Sequential
+from meshwright.layers.stacks.sequential import Sequential, each_layer
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
