@@ -126,6 +126,20 @@ def test_files_that_the_docs_link_to_exist():
                 assert not anchor or anchor in anchors(target), (page.name, link)
 
 
+def test_the_first_page_leads_to_every_page():
+    def linked(page):
+        links = re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+        return {(page.parent / link).resolve() for link in links}
+
+    home = ROOT / "docs" / "README.md"
+    indexes = [page for page in linked(home) if page.name == "README.md"]
+    found = set().union(linked(home), *map(linked, indexes))
+    assert {page for page in PAGES if page.is_relative_to(home.parent)} <= {
+        home,
+        *found,
+    }
+
+
 def anchors(page):
     """What links to headings of a page end in."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
