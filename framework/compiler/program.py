@@ -417,7 +417,7 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
-    fn = tracing_for_devices(devices)(fn)
+    fn = tracing_for_devices(devices, partitioner)(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
@@ -471,13 +471,13 @@ def trace_program(
 
 
 def tracing_for_devices(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None, partitioner: Partitioner
 ) -> contextlib.AbstractContextManager:
     """A scope of what is traced for devices; None: those of this program's processes.
 
-    In it layers know the kind of devices, and may use fused kernels.
+    In it layers know the kind of devices and the partitioner, and may use kernels.
     """
-    return tracing_for(kind_name((devices or jax.devices())[0]))
+    return tracing_for(kind_name((devices or jax.devices())[0]), partitioner.value)
 
 
 def _logical(shardings: Any) -> Any:

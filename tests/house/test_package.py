@@ -270,8 +270,9 @@ def test_the_wheel_holds_every_file_of_the_rooms(tmp_path):
         f"meshwright/{file.relative_to(ROOT).as_posix()}"
         for room in ROOMS
         for file in (ROOT / room).rglob("*")
-        if file.suffix in (".py", ".gin")
+        if file.suffix in (".py", ".gin", ".map")
     }
-    assert any(name.endswith(".gin") for name in expected)
+    for suffix in (".gin", ".map"):
+        assert any(name.endswith(suffix) for name in expected)
     assert {n for n in names if n.startswith("meshwright/")} == expected
     assert any(name.endswith("/LICENSE") for name in names)

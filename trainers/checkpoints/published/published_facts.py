@@ -55,8 +55,8 @@ class Model:
     layers: tuple[PlacedLayer, ...]
 
     @classmethod
-    def of(cls, task: Task | None) -> Model:
-        """The model of a task.
+    def of(cls, task: Task | None, *, any_parts: bool = False) -> Model:
+        """The model of a task; with `any_parts`, of layers that no family has too.
 
         Raises:
           CheckpointError: no family has such parts; the message lists them.
@@ -68,6 +68,8 @@ class Model:
                 "each tensor goes"
             )
         layers = tuple(_placed(task.stack, "stack"))
+        if any_parts:
+            return cls(task, layers)
         problems = _foreign("LanguageModel.final_norm", task.final_norm, RMSNorm)
         for each in layers:
             for name, kind in _PARTS.items():
