@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from meshwright.trainers.planning.planning import CompileReport, plan

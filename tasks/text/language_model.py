@@ -25,7 +25,7 @@ from meshwright.layers.attention.mask_rules import (
     PrefixMask,
     rule_of,
 )
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.tasks.input.example_order import Split

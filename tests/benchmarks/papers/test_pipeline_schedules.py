@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.papers import pipeline_schedules
 from meshwright.framework.compiler.hlo.step_time import Loop
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from tests import needs
 

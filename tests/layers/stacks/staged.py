@@ -7,7 +7,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 
 
 def by_stage(layer, theta):

@@ -33,9 +33,9 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.experts.gatings import Switch
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat, Unroll
-from meshwright.layers.stacks.stages import StageMode
 from meshwright.layers.transformer import transformer_layer
 from tests.layers.stacks.staged import Staged, by_stage
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.modeling import random
 from meshwright.layers import pipeline
-from meshwright.layers.stacks.stages import StageMode
+from meshwright.layers.stacks.pipelines.stages import StageMode
 
 B, M, H, LAYERS, MICROBATCHES = 12, 8, 16, 8, 3
 MESH = mw.DeviceMesh(("stage", "data", "model"), (2, 2, 2))

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from tests.layers.stacks.staged import state_by_stage
 from tests.trainers.parity import (
     Trained,

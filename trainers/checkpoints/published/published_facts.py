@@ -14,7 +14,7 @@ from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.basic.feed_forward import FeedForward
 from meshwright.layers.basic.normalization import RMSNorm
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.transformer import TransformerLayer

@@ -19,8 +19,10 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import reshard_to
 from meshwright.framework.sharding.vectorize import vectorize
 from meshwright.layers.basic.entries import read, write
-from meshwright.layers.stacks.microbatches import Microbatches
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.microbatches import Microbatches
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.stage_stores import StageStores
+from meshwright.layers.stacks.pipelines.stages import StageMode, Stages
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.stacked_body import (
     Constants,
@@ -28,8 +30,6 @@ from meshwright.layers.stacks.stacked_body import (
     divide,
     specs_of,
 )
-from meshwright.layers.stacks.stage_stores import StageStores
-from meshwright.layers.stacks.stages import StageMode, Stages
 
 
 class PipelineRun:

@@ -31,8 +31,9 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import instance
 from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks.pipeline_run import PipelineRun
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_run import PipelineRun
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stacked_body import (
     SavedForBackward,
@@ -41,7 +42,6 @@ from meshwright.layers.stacks.stacked_body import (
     divide,
     specs_of,
 )
-from meshwright.layers.stacks.stages import StageMode
 
 
 @gin.register

@@ -20,9 +20,9 @@ from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import Axes, ShardingPlan, as_axes
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.stages import StageMode
 
 
 def pipeline(
