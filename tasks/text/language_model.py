@@ -106,10 +106,6 @@ class LanguageModel(TextTask):
         with ctx.scope("stack") as c:
             return self.stack.init_cache(c, batch, length)
 
-    def cache_dims(self, cache: NestedMap) -> NestedMap:
-        """For each tensor of the cache of `step`, the dim that is its rows."""
-        return _row_dims(self.stack, cache, 0)
-
     def step(
         self,
         ctx: Context,
@@ -286,19 +282,6 @@ def _check_steps(stack: Layer, path: str) -> None:
                 "token: generate with transformer_layer there, or give the class "
                 "`init_cache` and `step` as TransformerLayer has them"
             )
-
-
-def _row_dims(layer: Layer, cache: NestedMap, dim: int) -> NestedMap:
-    """The dim of rows of each tensor in a layer's cache, behind `dim` stacked ones."""
-    if isinstance(layer, Pipeline):
-        return _row_dims(layer.stack, cache, dim)
-    if isinstance(layer, Repeat):
-        return _row_dims(layer.body, cache, dim + 1)
-    if isinstance(layer, Sequential):
-        return NestedMap(
-            {name: _row_dims(each, cache[name], dim) for name, each in layer.named()}
-        )
-    return cache.map(lambda _: dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,11 +26,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import gin
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import instance
-from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
+from meshwright.framework.modeling.layer import Context, Layer, Mode
+from meshwright.framework.modeling.shapes import take_rows
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.pipelines.pipeline_decoding import (
+    ROWS_DIM,
+    PipelineDecoding,
+    by_entry,
+)
+from meshwright.layers.stacks.pipelines.pipeline_loop import (
+    by_stage_and_layer,
+    stage_axes,
+)
 from meshwright.layers.stacks.pipelines.pipeline_run import PipelineRun
 from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.layers.stacks.pipelines.stages import StageMode
@@ -122,7 +133,7 @@ class Pipeline(Layer):
 
     def stacked(self, spec):
         """The spec of a layer's weight, stacked by stage and layer."""
-        return spec.stacked(self.layers_of_stage).stacked(self.num_stages, STAGE_DIM)
+        return by_stage_and_layer(spec, self.num_stages, self.layers_of_stage)
 
     def extra_flops(self, sequence_length: int) -> float:
         return self.stack.extra_flops(sequence_length)
@@ -163,23 +174,105 @@ class Pipeline(Layer):
         ]
         return run.body.result(run.microbatches.join(x), aux)
 
-    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """See `Repeat.init_cache`."""
-        return self.stack.init_cache(ctx, batch, length)
+    def init_cache(
+        self, ctx: Context, batch: int | tf.Tensor, length: int
+    ) -> NestedMap:
+        """The body's cache, by stage, layer and group of rows: see `cache_rows`.
+
+        Groups are as many as stages, or fewer if so many do not divide the batch, or
+        leave devices of a microbatch's axes without rows.
+        """
+        decoding = self._decoding(ctx, batch)
+        if decoding is not None:
+            return decoding.init_cache(batch, length)
+        return _as_staged(self.stack.init_cache(ctx, batch, length))
 
     def encode_memory(
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
-        """See `Repeat.encode_memory`."""
-        return self.stack.encode_memory(ctx, self.plain_weights(theta), memory)
-
-    def step(self, ctx: Context, theta: NestedMap, x: tf.Tensor, *args, **inputs):
-        """See `Repeat.step`: one token passes the layers one after another.
-
-        For that, all stages' devices get the layers' weights.
-        """
+        """The body's cache for each layer's weights, as `init_cache` has it."""
+        decoding = self._decoding(ctx, memory.shape[0])
+        if decoding is not None:
+            return decoding.encode_memory(theta, memory)
         theta = self.plain_weights(theta)
-        return self.stack.step(ctx, theta, x, *args, **inputs)
+        return _as_staged(self.stack.encode_memory(ctx, theta, memory))
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: int | tf.Tensor,
+        *,
+        memory: NestedMap | None = None,
+        **inputs: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """One more token, or the first S, through all stages.
+
+        Each stage keeps its weights and caches, and groups of rows travel. Where the
+        mesh does not split the stages, all rows go through one layer after another.
+        See `TransformerLayer.step`; what comes by rows comes in the order of `x`.
+
+        Raises:
+          ValueError: rows do not divide into the groups that the cache has.
+        """
+        decoding = self._decoding(ctx, x.shape[0], cache)
+        if decoding is not None:
+            return decoding.step(theta, x, cache, position, memory, inputs)
+        y, cache = self.stack.step(
+            ctx,
+            self.plain_weights(theta),
+            x,
+            _as_plain(cache),
+            position,
+            memory=memory and _as_plain(memory),
+            **inputs,
+        )
+        return y, _as_staged(cache)
+
+    def take_rows(self, cache: NestedMap, beam: tf.Tensor) -> NestedMap:
+        """`cache` with rows in another order; see `cache_rows.reordered`."""
+
+        def taken(t):
+            if t.shape[0] == 1:  # It is `_as_staged`.
+                return take_rows(t, beam, ROWS_DIM)
+            rows, beams = t.shape[ROWS_DIM] // beam.shape[1], beam.shape[1]
+            groups = tf.reshape(beam, [-1, rows, beams])
+            schedule = self._decoding_schedule(groups.shape[0])
+            numbers = np.minimum(schedule.microbatch, groups.shape[0] - 1)
+            by_stage = tf.gather(groups, by_entry(schedule, numbers).T)
+            return take_rows(t, by_stage[:, None], ROWS_DIM)
+
+        return cache.map(taken)
+
+    def _decoding_schedule(self, groups: int) -> PipelineSchedule:
+        return dataclasses.replace(self.schedule, num_microbatches=groups)
+
+    def _decoding(
+        self,
+        ctx: Context,
+        rows: int | tf.Tensor | None,
+        cache: NestedMap | None = None,
+    ) -> PipelineDecoding | None:
+        """None where nothing splits the stages: so it is with rows of any number."""
+        axes = stage_axes(ctx)
+        if ctx.plan.mesh.axes_size(axes) == 1:
+            return None
+        if cache:
+            groups = max(rows // cache.leaves()[0].shape[ROWS_DIM], 1)
+        else:
+            inside = ctx.plan.inside_pipeline(axes)
+            (batch,) = inside.activation_sharding(["batch"], ctx.path).dims
+            devices = inside.mesh.axes_size(batch)
+            divisors = (n for n in range(self.num_stages, 1, -1) if rows % n == 0)
+            groups = next((n for n in divisors if rows // n % devices == 0), 1)
+        return PipelineDecoding(
+            self.stack,
+            self._decoding_schedule(groups),
+            ctx,
+            stage_mode=self.stage_mode,
+        )
 
     def plain_weights(self, theta: NestedMap) -> NestedMap:
         """Weights, or anything else by stage and layer, as the `Repeat` has them."""
@@ -219,6 +312,15 @@ class Pipeline(Layer):
             stage_mode=self.stage_mode,
             deferred=self.deferred_gradients,
         )
+
+
+def _as_staged(cache: NestedMap) -> NestedMap:
+    """A `Repeat`'s cache, with as many dims as that of stages."""
+    return cache.map(lambda t: t[None, None])
+
+
+def _as_plain(cache: NestedMap) -> NestedMap:
+    return cache.map(lambda t: t[0, 0])
 
 
 def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
