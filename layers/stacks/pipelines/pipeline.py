@@ -13,6 +13,9 @@ the stage dim is split by the stage axis, that is one CollectivePermute.
 Each device sums dtheta over its own rows of all microbatches; devices add up the sums
 once, after the loop.
 
+Where stages and rounds do not divide the layers, the last layers are none: they have
+weights, which nothing reads, and pass on what they get.
+
 Layer numbers go on from stage to stage, K at a time: layer (r * L + s) * K + j is
 number r * K + j of stage s, r being the round of a circular pipeline.
 """
@@ -20,7 +23,6 @@ number r * K + j of stage s, r being the round of a circular pipeline.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -78,9 +80,8 @@ class Pipeline(Layer):
         until then.
 
     Raises:
-      ValueError: stages and repeats do not divide the layers; a number below 1; an
-        unrolled stack; an expression that fits no weight, or when the layers are
-        traced, none whose gradient is a product.
+      ValueError: a number below 1; an unrolled stack; an expression that fits no
+        weight, or when the layers are traced, none whose gradient is a product.
     """
 
     stack: Repeat = instance(example="@Repeat()")
@@ -92,16 +93,7 @@ class Pipeline(Layer):
 
     def __post_init__(self):
         super().__post_init__()
-        parts = self.schedule.num_stages * self.num_repeats
-        if self.stack.count % parts:
-            depth = self.stack.body.depth
-            what = "layers" if depth == 1 else f"times {depth} layers"
-            raise ValueError(
-                f"Pipeline: {self.stack.count} {what} do not divide into "
-                f"{self.num_stages} stages with {self.num_repeats} repeats: change "
-                f"Repeat.num_layers to a multiple of {parts * depth}, or num_stages or "
-                "num_repeats"
-            )
+        _ = self.schedule  # It checks the numbers.
         if self.stack.unroll is not Unroll.LOOP:
             raise ValueError(
                 f"Pipeline.stack has {self.stack.unroll}: a pipeline is a loop, set "
@@ -125,8 +117,8 @@ class Pipeline(Layer):
 
     @property
     def layers_of_stage(self) -> int:
-        """Q."""
-        return self.stack.count // self.num_stages
+        """Q; where stages and repeats do not divide the layers, the last are none."""
+        return self.schedule.in_a_row(self.stack.count) * self.num_repeats
 
     def weights(self) -> NestedMap:
         return self.stack.body.weights().map(self.stacked)
@@ -136,7 +128,11 @@ class Pipeline(Layer):
         return by_stage_and_layer(spec, self.num_stages, self.layers_of_stage)
 
     def extra_flops(self, sequence_length: int) -> float:
-        return self.stack.extra_flops(sequence_length)
+        # Layers that are none have weights too.
+        none = self.num_stages * self.layers_of_stage - self.stack.count
+        specs = self.stack.body.weights().leaves()
+        size = sum(spec.size for spec in specs if spec.is_matrix)
+        return self.stack.extra_flops(sequence_length) - 2.0 * none * size
 
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
         """Runs the stack.
@@ -154,8 +150,9 @@ class Pipeline(Layer):
           mean, others their sums.
 
         Raises:
-          ValueError: microbatches do not divide the batch, a tensor has another batch;
-            the stage axis is used inside, or does not divide the stages; see `Repeat`.
+          ValueError: a tensor has another batch; microbatches do not divide the batch,
+            and layers have side results or statistics of its rows; the stage axis is
+            used inside, or does not divide the stages; see `Repeat`.
         """
         if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
             return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
@@ -169,9 +166,7 @@ class Pipeline(Layer):
         else:
             outputs = tf.custom_gradient(run.with_gradient)(*flat)
         x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
-        aux = [
-            _by_layer(each, repeats=self.num_repeats) for each in run.mean_losses(aux)
-        ]
+        aux = [self._by_layer(each) for each in run.mean_losses(aux)]
         return run.body.result(run.microbatches.join(x), aux)
 
     def init_cache(
@@ -276,16 +271,28 @@ class Pipeline(Layer):
 
     def plain_weights(self, theta: NestedMap) -> NestedMap:
         """Weights, or anything else by stage and layer, as the `Repeat` has them."""
-        return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
+        return theta.map(self._by_layer)
 
     def by_stage(self, stack: tf.Tensor) -> tf.Tensor:
         """A stack in the order of layer numbers as this layer has it, [L, Q, ...]."""
-        repeats, rest = self.num_repeats, stack.shape[1:]
-        in_a_row = self.layers_of_stage // repeats
-        stack = tf.reshape(stack, [repeats, self.num_stages, in_a_row, *rest])
-        order = [1, 0, 2, *range(3, stack.shape.rank)]
+        repeats, (count, *rest) = self.num_repeats, stack.shape
         lead = [self.num_stages, self.layers_of_stage]
+        none = lead[0] * lead[1] - count
+        if none:
+            zeros = tf.zeros([none, *rest], stack.dtype)
+            stack = tf.concat([stack, zeros], axis=0)
+        stack = tf.reshape(stack, [repeats, lead[0], lead[1] // repeats, *rest])
+        order = [1, 0, 2, *range(3, stack.shape.rank)]
         return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
+
+    def _by_layer(self, stack: tf.Tensor) -> tf.Tensor:
+        """[L, Q, ...] in the order of layer numbers, as many as there are layers."""
+        stages, layers, *rest = stack.shape
+        repeats = self.num_repeats
+        stack = tf.reshape(stack, [stages, repeats, layers // repeats, *rest])
+        order = [1, 0, 2, *range(3, stack.shape.rank)]
+        stack = tf.reshape(tf.transpose(stack, order), [stages * layers, *rest])
+        return stack[: self.stack.count]
 
     def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
         """See `Repeat.saved`; with the gradients of the microbatches' inputs.
@@ -321,11 +328,3 @@ def _as_staged(cache: NestedMap) -> NestedMap:
 
 def _as_plain(cache: NestedMap) -> NestedMap:
     return cache.map(lambda t: t[0, 0])
-
-
-def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
-    """[L, Q, ...] in the order of layer numbers, [L * Q, ...]."""
-    stages, layers, *rest = stack.shape
-    stack = tf.reshape(stack, [stages, repeats, layers // repeats, *rest])
-    order = [1, 0, 2, *range(3, stack.shape.rank)]
-    return tf.reshape(tf.transpose(stack, order), [stages * layers, *rest])

@@ -57,7 +57,7 @@ class PipelineDecoding(PipelineLoop):
         super().__init__(
             schedule,
             ctx,
-            layers_of_stage=stack.count // schedule.num_stages,
+            count=stack.count,
             stage_mode=stage_mode,
         )
         self.body = stack.body
@@ -178,6 +178,7 @@ class PipelineDecoding(PipelineLoop):
                 ]
                 common = [tf.convert_to_tensor(position)]
                 y, *after = self.stages.run(of_stage, arguments, common)
+                (y,) = self.of_layers(t, j, [y], [x])
                 after = self.in_valid(t, after, before)
                 pairs = zip(caches, after, strict=True)
                 caches = [self._write(*pair, j, entry) for pair in pairs]

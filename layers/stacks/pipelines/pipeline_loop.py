@@ -21,10 +21,13 @@ class PipelineLoop:
 
     Dims: L stages, Q layers of a stage, K of them in a row, U rows of a microbatch.
 
+    Where stages and rounds do not divide the layers, the last ones run layers that are
+    none: what comes out of those is what went in.
+
     Args:
       schedule: what each stage works on, by iteration.
       ctx: the pipeline's context.
-      layers_of_stage: Q.
+      count: the number of layers.
       stage_mode: how a layer becomes all stages' layers.
     """
 
@@ -33,7 +36,7 @@ class PipelineLoop:
         schedule: PipelineSchedule,
         ctx: Context,
         *,
-        layers_of_stage: int,
+        count: int,
         stage_mode: StageMode,
     ):
         self.ctx, self.schedule = ctx, schedule
@@ -43,8 +46,10 @@ class PipelineLoop:
             count=schedule.num_stages,
             mode=stage_mode,
         )
-        self.layers_of_stage = layers_of_stage
-        self.in_a_row = layers_of_stage // schedule.num_repeats
+        self.count = count
+        self.in_a_row = schedule.in_a_row(count)
+        self.layers_of_stage = self.in_a_row * schedule.num_repeats
+        self.is_even = count == self.layers_of_stage * schedule.num_stages
         self.circular = schedule.num_repeats > 1
         self.plan = ctx.plan.inside_pipeline(self.stages.axes)
 
@@ -92,9 +97,20 @@ class PipelineLoop:
     ) -> list[tf.Tensor]:
         """Stacked `values`, in bubbles `others`, or 0."""
         valid = self.stages.entry(self.schedule.valid, t)
-        masks = [tf.reshape(valid, [-1] + [1] * (v.shape.rank - 1)) for v in values]
-        others = [tf.zeros_like(v) for v in values] if others is None else others
-        return [tf.where(*each) for each in zip(masks, values, others, strict=True)]
+        return self.stages.where(valid, values, others)
+
+    def of_layers(
+        self,
+        t: tf.Tensor,
+        j: tf.Tensor,
+        values: Sequence[tf.Tensor],
+        others: Sequence[tf.Tensor] | None = None,
+    ) -> list[tf.Tensor]:
+        """Stacked `values`, where layer `j` in a row is none `others`, or 0."""
+        if self.is_even:
+            return list(values)
+        first = self.stages.entry(self.schedule.first_layer(self.in_a_row), t)
+        return self.stages.where(first + j < self.count, values, others)
 
     # The iterations.
 

@@ -56,7 +56,7 @@ class PipelineRun(PipelineLoop):
         super().__init__(
             schedule,
             ctx,
-            layers_of_stage=stack.count // schedule.num_stages,
+            count=stack.count,
             stage_mode=stage_mode,
         )
         self.microbatches = Microbatches(
@@ -84,6 +84,7 @@ class PipelineRun(PipelineLoop):
             annotates_gradients=stage_mode is StageMode.MANUAL,
             deferred=deferred,
         )
+        self._check_rows()
         self.split = self.body.split
         self.deferred = self.split.deferred
         self.is_deferred = (
@@ -105,6 +106,18 @@ class PipelineRun(PipelineLoop):
         self.weight_shardings = self.shardings(self.weights)
         tokens = self.plan.activation_sharding(["batch", "stream"], ctx.path).dims
         self.token_axes = [axis for axes in tokens for axis in axes]
+
+    def _check_rows(self) -> None:
+        """Raises ValueError: there are rows of nothing, which results would have."""
+        of_rows = [f"aux.{path}" for path in self.body.aux_paths]
+        of_rows += [p for p, s in self.body.specs.items_by_path() if s.is_statistic]
+        if self.microbatches.missing and of_rows:
+            raise ValueError(
+                f"layer {self.ctx.path!r}: a batch of {self.microbatches.batch} does "
+                f"not divide into {self.microbatches.count} microbatches, and layers "
+                f"compute {', '.join(of_rows)} of all rows of a microbatch: change the "
+                "global batch or Pipeline.num_microbatches"
+            )
 
     def mean_losses(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Side results, sums over microbatches, but of losses their mean."""
@@ -194,8 +207,9 @@ class PipelineRun(PipelineLoop):
                 arguments = self._arguments(t, j, x, stacks, constants)
                 y = self.stages.run(self.split.forward, arguments)
                 y, new_aux, saved = self.body.divide_results(y)
-                slot = self.slot(t, j)
-                aux = self._add(aux, self.in_valid(t, new_aux), slot)
+                y = self.of_layers(t, j, y, x)
+                new_aux = self.of_layers(t, j, self.in_valid(t, new_aux))
+                aux = self._add(aux, new_aux, self.slot(t, j))
                 if keep:
                     values = [*x, *saved]
                     kept = self.stores.write(kept, values, self.body.kept, t, j)
@@ -261,7 +275,10 @@ class PipelineRun(PipelineLoop):
                 slot = self.slot(t, j)
                 dout = self.in_valid(t, [self.stages.read(d, slot) for d in daux])
                 grads = self.stages.run(backward, [*arguments, *before[n:], *dx, *dout])
-                dx, dweights, more, factors = divide(grads, counts[1:])
+                before, dx = dx, grads[:n]
+                dx = self.of_layers(t, j, dx, before)
+                dweights, more, factors = divide(grads[n:], counts[2:])
+                more = self.of_layers(t, j, more)
                 if self.stores.by_layer:
                     more = self.in_valid(t, more)
                 dstacks = self._add_weights(t, j, dstacks, dweights)
@@ -323,9 +340,13 @@ class PipelineRun(PipelineLoop):
             gradients = self._unreduced_gradients(
                 self.stages.run(of_stage, factors), deferred=True
             )
+            if not self.is_even:
+                gradients = self.stages.where(self.stages.entry(real, q), gradients)
             pairs = zip(dstacks, gradients, strict=True)
             return [q + 1, *(write(stack, g, q, dim=1) for stack, g in pairs)]
 
+        numbers = self.schedule.numbers(self.in_a_row)
+        real = self.count > numbers.T
         start = [tf.constant(0), *self._zero_stacks(deferred=True)]
         count = self.layers_of_stage
         return list(tf.while_loop(lambda q, *_: q < count, layer, start)[1:])
@@ -341,6 +362,7 @@ class PipelineRun(PipelineLoop):
             )
         ]
         dweights = self._unreduced_gradients(dweights, deferred=False)
+        dweights = self.of_layers(t, j, dweights)
         if self.stores.by_layer:
             # What bubbles read is of another layer and microbatch than their weights
             # and masks: their gradients may be NaN.

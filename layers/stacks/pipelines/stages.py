@@ -113,6 +113,19 @@ class Stages:
         """The entry `t` of a table [iterations, L]: [L], split by stage."""
         return self.annotate(read(tf.constant(table), t, dim=0))
 
+    def where(
+        self,
+        mask: tf.Tensor,
+        values: Sequence[tf.Tensor],
+        others: Sequence[tf.Tensor] | None = None,
+    ) -> list[tf.Tensor]:
+        """Stacked `values` of stages of the mask, bool [L]; else `others`, or 0."""
+        others = [tf.zeros_like(v) for v in values] if others is None else others
+        return [
+            tf.where(tf.reshape(mask, [-1] + [1] * (v.shape.rank - 1)), v, other)
+            for v, other in zip(values, others, strict=True)
+        ]
+
     def write(
         self,
         stack: tf.Tensor,

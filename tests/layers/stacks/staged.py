@@ -33,6 +33,8 @@ class Staged(Layer):
             y, aux = x_and_aux(self.pipeline.fprop(ctx, theta, x, **inputs))
             return y if aux is None else NestedMap(x=y, loss=merge_aux(aux).loss)
         count = self.pipeline.num_microbatches
+        if x.shape[0] % count:  # Then nothing is of all rows of a microbatch.
+            count = 1
         # What comes back of a statistic is the mean of the microbatches', not the sum.
         specs = self.weights()
         theta = theta.map(lambda w, s: w / count if s.is_statistic else w, specs)

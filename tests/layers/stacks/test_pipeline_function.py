@@ -204,7 +204,6 @@ def test_bubbles_add_nothing_to_gradients():
             {"weight_dims": {"bias": [None, "model"]}},
             "has 2 dims for 'bias', which has 1 after that of layers",
         ),
-        (WEIGHTS, {"num_stages": 3}, "8 layers do not divide into 3 stages"),
     ],
 )
 def test_what_does_not_fit_is_refused(weights, how, message):

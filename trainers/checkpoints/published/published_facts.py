@@ -102,7 +102,8 @@ def _foreign(field: str, part: Any, kind: type) -> list[str]:
 def _placed(stack: Any, path: str) -> list[PlacedLayer]:
     """The layers of a stack or of a single layer, in the stream's order."""
     if isinstance(stack, Pipeline):
-        # A microbatch passes all stages before it comes to the next of their parts.
+        # A microbatch passes all stages before it comes to the next of their parts. The
+        # last may be no layers: their number is that of the `Repeat`'s.
         stages, repeats = stack.num_stages, stack.num_repeats
         in_a_row = stack.layers_of_stage // repeats
         body = _placed(stack.stack.body, path)
@@ -112,6 +113,7 @@ def _placed(stack: Any, path: str) -> list[PlacedLayer]:
             for stage in range(stages)
             for i in range(in_a_row)
         ]
+        indices = indices[: stack.stack.count]
         return [_at(each, index) for index in indices for each in body]
     if isinstance(stack, Repeat):
         body = _placed(stack.body, path)
