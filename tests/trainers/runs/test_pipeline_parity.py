@@ -72,6 +72,9 @@ CASES = [
     ((2, 2, 1), "MANUAL", (2, 2, 2), "SHARDY", STEPS, "adafactor", 2),
     ((4, 8, 1), "MANUAL", (4, 1, 2), "SHARDY", 1, "adam", 0),
     ((2, 2, 1), "VECTORIZED", (2, 4, 1), "GSPMD", 1, "adafactor", 0),
+    # Two of the six layers that stages and rounds have are none.
+    ((2, 4, 3), "VECTORIZED", (2, 2, 2), "SHARDY", STEPS, "adam", 0),
+    ((2, 4, 3), "VECTORIZED", (2, 2, 2), "GSPMD", STEPS, "adafactor", 0),
 ]
 QUICK = CASES[:2]
 
