@@ -12,7 +12,7 @@ with so many times fewer microbatches (`Experiment.gradient_accumulation_steps`)
 "idle" is the bubbles' part of the time that the stages take, "formula" that part if
 forward, input gradients and weight gradients took equally long; "alive" is for how many
 microbatches a stage keeps activations. Times are estimated for the compiled programs
-(docs/planning.md); nothing is run.
+(docs/reference/planning.md); nothing is run.
 Below are formulas of schedules that other frameworks have: of 1F1B, ZB-H1 and ZBV by
 Qi et al. (2023, sections 2 and 6), of DualPipe by DeepSeek-V3 (2024, Table 2).
 """

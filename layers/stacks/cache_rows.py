@@ -11,6 +11,7 @@ from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.pipelines.pipeline_decoding import ROWS_DIM
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
+from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 
 
 def copied(layer: Layer, cache: NestedMap, count: int) -> NestedMap:
@@ -21,6 +22,8 @@ def copied(layer: Layer, cache: NestedMap, count: int) -> NestedMap:
 
 def reordered(layer: Layer, cache: NestedMap, beam: tf.Tensor) -> NestedMap:
     """A layer's cache of B * K rows with `beam` of each B, int32 [B, K], taken."""
+    if isinstance(layer, SharedRelativeBias):
+        return reordered(layer.stack, cache, beam)
     if isinstance(layer, Pipeline):
         return layer.take_rows(cache, beam)
     if isinstance(layer, Sequential):
@@ -34,6 +37,8 @@ def reordered(layer: Layer, cache: NestedMap, beam: tf.Tensor) -> NestedMap:
 
 def row_dims(layer: Layer, cache: NestedMap, dim: int = 0) -> NestedMap:
     """The dim of rows of each tensor in a layer's cache, behind `dim` stacked ones."""
+    if isinstance(layer, SharedRelativeBias):
+        return row_dims(layer.stack, cache, dim)
     if isinstance(layer, Pipeline):
         return cache.map(lambda _: ROWS_DIM)
     if isinstance(layer, Repeat):
