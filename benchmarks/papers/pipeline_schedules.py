@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> None:
     head = "iter  alive     idle  formula  bubbles   step s    GiB"
     print(f"{'schedule':12} {'weights':16} {head}")
     cases = itertools.product(map(int, given.parts), map(int, given.repeats))
-    for (parts, repeats), deferred in itertools.product(cases, given.deferred):
+    for (parts, repeats), deferred in itertools.product(cases, given.deferred or [""]):
         report = planned(
             given.job,
             given.topology,
