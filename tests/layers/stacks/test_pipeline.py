@@ -29,7 +29,7 @@ from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.transformer import transformer_layer
-from tests.layers.stacks.pipelined import (
+from tests.layers.stacks.full_body import (
     GSPMD,
     INPUTS,
     LAYERS,
@@ -231,7 +231,7 @@ def test_names_its_layers_and_lines():
     sums = [c for c in program.collectives() if c.kind == "all-reduce"]
     sources = [program.sources.find(c.op_name) for c in sums]
     lines = {str(source) for source in sources if source is not None}
-    assert any("pipelined.py" in line for line in lines), lines
+    assert any("full_body.py" in line for line in lines), lines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

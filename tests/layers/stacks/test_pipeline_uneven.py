@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.testing import assert_layer_parity
-from tests.layers.stacks.pipelined import (
+from tests.layers.stacks.full_body import (
     GSPMD,
     INPUTS,
     MANUAL,
