@@ -54,16 +54,10 @@ class PipelineDecoding(PipelineLoop):
         *,
         stage_mode: StageMode,
     ):
-        super().__init__(
-            schedule,
-            ctx,
-            count=stack.count,
-            stage_mode=stage_mode,
-        )
+        super().__init__(schedule, ctx, count=stack.count, stage_mode=stage_mode)
         self.body = stack.body
         self.groups = schedule.num_microbatches
         self.entries = schedule.slots * schedule.num_repeats
-        (self.batch_axes,) = self.plan.activation_sharding(["batch"], ctx.path).dims
 
     def init_cache(self, rows: int, length: int) -> NestedMap:
         """The body's cache by stage, layer and entry, [L, K, E, U, ...]."""
@@ -142,23 +136,7 @@ class PipelineDecoding(PipelineLoop):
         memories = [] if memory is None else memory.leaves()
         specs = self._specs(theta)
         shardings = self._stacked_shardings(specs)
-        counts = [1, len(specs.leaves()), len(cache.leaves())]
-        counts += [len(memories), len(tables), self.ctx.key is not None]
-
-        def of_stage(*flat):
-            (x,), weights, before, memories, rows, keys, (at,) = divide(flat, counts)
-            ctx = self._body_ctx(keys)
-            y, after = self.body.step(
-                ctx,
-                annotate_weights(ctx.plan, specs, specs.pack(weights)),
-                x,
-                cache.pack(before),
-                at,
-                memory=memory and memory.pack(memories),
-                **dict(zip(given, rows, strict=True)),
-                **absent,
-            )
-            return [y, *after.leaves()]
+        of_stage = self._step_of_stage(specs, cache, memory, list(given), absent)
 
         def iterate(t, *state):
             x_now, outs, caches = divide(state, [1, 1])
@@ -193,6 +171,33 @@ class PipelineDecoding(PipelineLoop):
         state = [*start, self._split(outs, 2), *cache.leaves()]
         _, outs, *caches = self.iterations(iterate, state)
         return self._joined(outs[-1, : self.groups]), cache.pack(caches)
+
+    def _step_of_stage(self, specs, cache, memory, given, absent):
+        """A layer's step: (*[x, *weights, *cache, *memory, *rows, key], position).
+
+        It returns [x, *cache]. Only the structures of `cache` and `memory` matter;
+        `given` are the names of what comes by rows.
+        """
+        counts = [1, len(specs.leaves()), len(cache.leaves())]
+        counts += [len(memory.leaves()) if memory else 0, len(given)]
+
+        def of_stage(*flat):
+            *flat, position = flat
+            (x,), weights, before, memories, rows, keys = divide(flat, counts)
+            ctx = self._body_ctx(keys)
+            y, after = self.body.step(
+                ctx,
+                annotate_weights(ctx.plan, specs, specs.pack(weights)),
+                x,
+                cache.pack(before),
+                position,
+                memory=memory and memory.pack(memories),
+                **dict(zip(given, rows, strict=True)),
+                **absent,
+            )
+            return [y, *after.leaves()]
+
+        return of_stage
 
     def _body_ctx(self, keys) -> Context:
         key = keys[0] if keys else None

@@ -53,12 +53,7 @@ class PipelineRun(PipelineLoop):
         stage_mode: StageMode,
         deferred: Sequence[str],
     ):
-        super().__init__(
-            schedule,
-            ctx,
-            count=stack.count,
-            stage_mode=stage_mode,
-        )
+        super().__init__(schedule, ctx, count=stack.count, stage_mode=stage_mode)
         self.microbatches = Microbatches(
             plan=self.plan,
             batch=tf.nest.flatten(x)[0].shape[0],

@@ -158,6 +158,8 @@ CASES = [
     (decoded_with_memory, decoder, (2, 2), (2, 2, 2), GSPMD),
     (decoded_with_memory, decoder, (4,), (4, 2, 1), GSPMD),
     (decoded_with_memory, decoder, (4, 1, MANUAL), (4, 1, 2), SHARDY),
+    # Two of the six layers that stages and rounds have are none.
+    (decoded_with_memory, decoder, (2, 3), (2, 2, 2), SHARDY),
     (decoded_after_prompts, experts, (4,), (4, 1, 2), SHARDY),
     (decoded_after_prompts, experts, (2, 2, MANUAL), (2, 2, 2), GSPMD),
     (decoded_after_prompts, experts, (4,), (2, 2, 2), SHARDY),  # Two to a device.
