@@ -153,7 +153,7 @@ def compare(
     """
     size = SETTINGS[setting]
     bindings = [*size.bindings, f"MESH_SHAPE = ({mesh.replace('x', ', ')})"]
-    arguments = [str(CHECKED_STEPS), *bindings]
+    arguments = [str(CHECKED_STEPS), "lm/stdlib_tiny.gin", *bindings]
     variants = [
         (variant, kind)
         for variant in _PROGRAMS.value

@@ -18,7 +18,7 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.framework.compiler.hlo.step_time import Loop
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_pipelines import planned_pipelines
