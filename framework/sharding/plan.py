@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.origins import note_dims
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = str | Sequence[str] | None
@@ -151,7 +152,8 @@ class ShardingPlan:
         self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
     ) -> tf.Tensor:
         """`tensor`, annotated as the activation table says for `dims`."""
-        return annotate(tensor, self.activation_sharding(dims, name))
+        annotated = annotate(tensor, self.activation_sharding(dims, name))
+        return note_dims(annotated, dims)
 
     def with_split_heads(self) -> ShardingPlan:
         """The plan by which attention computes whole sequences of fewer heads.

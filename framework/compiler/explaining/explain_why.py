@@ -16,10 +16,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
-    from meshwright.framework.compiler.explaining.explain import (
-        InsertedCollective,
-        TensorReport,
-    )
+    from meshwright.framework.compiler.explaining.explain import TensorReport
+    from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 
 # JAX's name of what the program does with an argument before it is read.
 _OF_ARGUMENT = re.compile(r"flat\[(?P<number>\d+)\]")
