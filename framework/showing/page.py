@@ -73,7 +73,7 @@ def page_text(program: Shown, *, other: Shown | None = None) -> str:
         "sources": lines.values(),
         "differing": [tensor.name for tensor in differing],
     }
-    return _filled(f"{shown[0]['name']}: where its tensors lie", data)
+    return filled(data)
 
 
 def _traced(program: Program | TracedProgram, lines: Lines) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def _explained(program: Shown) -> tuple[Explanation, Any]:
     return explain(program, reasons=True), program.reasons
 
 
-def _filled(title: str, data: dict[str, Any]) -> str:
+def filled(data: dict[str, Any]) -> str:
+    """The page of values: `programs`, `sources` and the keys of tensors `differing`."""
+    title = f"{data['programs'][0]['name']}: where its tensors lie"
     # In a script no text may end it.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = string.Template((_WEB / "page.html").read_text())

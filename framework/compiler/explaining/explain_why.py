@@ -45,13 +45,16 @@ def with_reasons(
     Returns:
       The reports, and the collectives that are `elsewhere`.
     """
+    every = transfers(reasons)
     sent: dict[str, list[Transfer]] = {}
-    for one in transfers(reasons):
-        sent.setdefault(one.at, []).append(one)
+    for one in every:
+        # XLA's is at the op that needs a tensor, or at the one that makes it.
+        for name in dict.fromkeys((one.at, one.tensor)):
+            sent.setdefault(name, []).append(one)
     with reasons.opened():
         found = tuple(_with_reasons(report, reasons, sent) for report in reports)
     names = {report.op_name for report in reports}
-    left = [one for at, of in sent.items() if at not in names for one in of]
+    left = [one for one in every if one.at not in names]
     return found, tuple(_alike(collective, left) for collective in elsewhere)
 
 
@@ -70,7 +73,7 @@ def _with_reasons(
         report,
         provenances=_provenances(report.sharding, places, reasons),
         collectives=tuple(
-            _between(collective, sent.get(name, ()), reasons.mesh)
+            _between(collective, name, sent.get(name, ()), reasons.mesh)
             for collective in report.collectives
         ),
     )
@@ -108,13 +111,22 @@ def _has(lies: Sharding, dim: int, axis: str) -> bool:
 
 
 def _between(
-    collective: InsertedCollective, here: Sequence[Transfer], mesh: DeviceMesh
+    collective: InsertedCollective,
+    name: str,
+    sent: Sequence[Transfer],
+    mesh: DeviceMesh,
 ) -> InsertedCollective:
-    """A collective with the transfers along its axes, of its kind if there are such."""
+    """A collective with the transfers along its axes, of its kind if there are such.
+
+    Those to the op of a name come before those of what it makes.
+    """
     axes = mesh.entire(collective.axes or ())
-    along = [one for one in here if axes & mesh.entire(one.axes)]
-    alike = [one for one in along if collective.kind in one.kinds]
-    return dataclasses.replace(collective, between=tuple(alike or along))
+    along = [one for one in sent if axes & mesh.entire(one.axes)]
+    here = [one for one in along if one.at == name]
+    by_kind = [[t for t in of if collective.kind in t.kinds] for of in (here, along)]
+    return dataclasses.replace(
+        collective, between=tuple(by_kind[0] or by_kind[1] or here or along)
+    )
 
 
 def known(reports: Sequence[TensorReport]) -> Known:

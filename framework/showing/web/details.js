@@ -2,8 +2,12 @@
 
 const DETAILS = document.getElementById("details");
 
+const drawnCode = new Set();
+
+/** The lines around a place; once in what is shown. */
 function codeOf(place) {
-  if (!place) return "";
+  if (!place || drawnCode.has(place)) return "";
+  drawnCode.add(place);
   const at = place.lastIndexOf(":"), file = DATA.sources[place.slice(0, at)];
   const line = +place.slice(at + 1);
   if (!file?.[line]) return "";
@@ -156,6 +160,7 @@ function tensorPart(side, tensor) {
 
 function details(entry) {
   const {tensor, sides} = entry;
+  drawnCode.clear();
   const heads = ["In the first program", "In the second program"];
   const parts = SECOND && entry.differs
     ? sides.map((one, side) => [h("h3", {class: "changed"}, heads[side]),

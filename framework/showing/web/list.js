@@ -128,11 +128,14 @@ function tensorParts(row) {
   const held = entry.sides.map((one) => one?.shape ? bytesText(one.held) : "–");
   return [
     indented(row, drawn.shape ? glyph(shardingOf(side, drawn), DATA.programs[side].mesh) : "",
-      h("span", {title: tensor.key}, label),
+      h("span", {title: tensor.key}, entry.scope ? `${entry.scope}/` : "", label),
+      tensor.annotated && tensor.kind === "inside"
+        ? h("span", {class: "tag"}, "annotation") : "",
       tensor.gradient ? h("span", {class: "gradient"}, "gradient") : "",
       entry.isOnly ? h("span", {class: "changed small"},
         entry.sides[0] ? "only in the first" : "only in the second")
-        : entry.lies ? h("span", {class: "changed small"}, "≠") : ""),
+        : entry.lies ? h("span", {class: "changed small"}, "≠") : "",
+      h("span", {class: "place"}, tensor.place ?? "")),
     h("div", {class: "type mono"}, typeOf(0)),
     SECOND ? h("div", {class: "other mono"}, typeOf(1)) : "",
     h("div", {class: "number"}, SECOND && held[0] !== held[1] ? held.join(" | ") : held[0]),

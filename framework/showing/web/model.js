@@ -102,9 +102,17 @@ function makeTree() {
   return root;
 }
 
-/** Joins a layer to its only part where it has nothing else. */
+/** Joins a layer to its only part where it has nothing else, or to its only tensor. */
 function join(node) {
   for (let [key, part] of [...node.parts]) {
+    if (node.parent && !part.parts.size && part.entries.length === 1) {
+      const [entry] = part.entries;  // TF's scope of a single op.
+      entry.scope = part.label;
+      entry.node = node;
+      node.entries.push(entry);
+      node.parts.delete(key);
+      continue;
+    }
     while (!part.entries.length && part.parts.size === 1) {
       const [only] = part.parts.values();
       only.label = `${part.label}.${only.label}`;
