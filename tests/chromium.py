@@ -53,7 +53,9 @@ class Page:
         self.resize(width, height)
         self.loaded.clear()
         self._call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait(
+            "document.readyState === 'complete' && location.href !== 'about:blank'"
+        )
         entry = "performance.getEntriesByType('navigation')[0]"
         return self.run(f"{entry}.loadEventEnd - {entry}.startTime") / 1e3
 

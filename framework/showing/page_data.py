@@ -75,10 +75,8 @@ def of_explanation(
     """
     values = _Values(explanation.mesh, lines)
     dims = _Dims((t.layer, t.source, t.shape) for t in explanation.tensors)
-    tensors = []
-    for report in explanation.tensors:
-        lost = _lost(reasons, report) if reasons else ()
-        tensors.append(values.report(report, dims, lost))
+    lost = _lost(reasons, explanation.tensors) if reasons else {}
+    tensors = [values.report(t, dims, lost) for t in explanation.tensors]
     elsewhere = [values.inserted(one) for one in explanation.elsewhere]
     by = explanation.partitioner
     is_gspmd = by == Partitioner.GSPMD.value and explanation.has_reasons
@@ -180,13 +178,13 @@ class _Values:
         }
 
     def report(
-        self, report: TensorReport, dims: _Dims, lost: Sequence[Competition]
+        self, report: TensorReport, dims: _Dims, lost: dict[str, list[Competition]]
     ) -> dict[str, Any]:
         """A tensor of a compiled program."""
-        source = report.source
+        source, key = report.source, _key(report.kind, report.op_name)
         why = report.why_replicated
         return {
-            "key": _key(report.kind, report.op_name),
+            "key": key,
             "kind": report.kind.value,
             "name": tensor_name(report),
             "layer": report.layer,
@@ -202,7 +200,7 @@ class _Values:
             "why": why.value if why else "",
             "notes": list(_notes(report)),
             "from": [self._provenance(one) for one in report.provenances],
-            "lost": [self._competition(one) for one in lost],
+            "lost": [self._competition(one) for one in lost.get(key, ())],
             "sent": [self.inserted(one) for one in report.collectives],
         }
 
@@ -330,23 +328,28 @@ class _Numbers(dict):
         return self.setdefault(value, len(self))
 
 
-def _lost(reasons: Reasons, report: TensorReport) -> list[Competition]:
-    """The axes that a compiled program's tensor did not get, and one beside it has.
+def _lost(
+    reasons: Reasons, reports: Iterable[TensorReport]
+) -> dict[str, list[Competition]]:
+    """By key the axes that a tensor did not get, and one beside it has.
 
     By propagation; those that XLA gave to the tensor after all are left out.
     """
-    if report.kind is Kind.INSIDE:
-        places = reasons.places(report.op_name, report.shape)
-    else:
-        places = [reasons.border_place(report.kind, report.op_name)]
-    has = report.sharding.dims if isinstance(report.sharding, Sharding) else ()
-    found: dict[tuple, Competition] = {}
+    has = {
+        _key(report.kind, report.op_name): report.sharding.dims
+        for report in reports
+        if isinstance(report.sharding, Sharding)
+    }
+    lost: dict[str, list[Competition]] = {}
     with reasons.opened():
-        for place in places:
-            for one in competitions(reasons, place):
-                if one.dim >= len(has) or one.axis not in has[one.dim]:
-                    found.setdefault((one.axis, one.dim, one.loser.origin), one)
-    return list(found.values())
+        for tensor in reasons.tensors:
+            dims = has.get(key := _key(tensor.kind, tensor.name), ())
+            lost[key] = [
+                one
+                for one in competitions(reasons, reasons.place(tensor))
+                if one.dim < len(dims) and one.axis not in dims[one.dim]
+            ]
+    return lost
 
 
 def _notes(report: TensorReport) -> Iterator[str]:

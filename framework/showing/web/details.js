@@ -158,13 +158,27 @@ function tensorPart(side, tensor) {
   ];
 }
 
+/** What differs between both programs, in a few lines. */
+function changesPart(entry) {
+  const [first, second] = entry.sides.map((tensor, side) => tensor?.shape
+    && shardingOf(side, tensor));
+  return h("div", {class: "card"},
+    entry.isOnly ? h("p", {}, `Only the ${entry.sides[0] ? "first" : "second"} has it.`) : "",
+    entry.lies && first && second ? h("div", {class: "flow"},
+      glyph(first, FIRST.mesh), h("code", {}, first.text), "⟶",
+      glyph(second, SECOND.mesh), h("code", {}, second.text)) : "",
+    entry.sent.filter((one) => one.what).map((one) => h("p", {},
+      h("strong", {}, one.kind), ` ${alongText(one.axes)} `,
+      h("span", {class: one.what}, one.what), `: ${one.bytes.map(bytesText).join(" ⟶ ")}`)));
+}
+
 function details(entry) {
   const {tensor, sides} = entry;
   drawnCode.clear();
   const heads = ["In the first program", "In the second program"];
   const parts = SECOND && entry.differs
-    ? sides.map((one, side) => [h("h3", {class: "changed"}, heads[side]),
-      one ? tensorPart(side, one) : h("p", {class: "soft"}, "It is not there.")])
+    ? [changesPart(entry), sides.map((one, side) => one ? [
+      h("h3", {class: "changed"}, heads[side]), tensorPart(side, one)] : "")]
     : tensorPart(sides[0] ? 0 : 1, tensor);
   return [
     backButton(), h("h2", {}, tensor.name),

@@ -156,7 +156,6 @@ function sentParts(row) {
       sent.what ? h("span", {class: `${sent.what} small`}, sent.what) : ""),
     h("div", {class: "type mono"}, between ? `${shardings[between.before].text} → `
       + shardings[between.after].text : ""),
-    SECOND ? h("div", {class: "other"}) : "",
     h("div", {class: "number"}, SECOND ? `${text(0)} | ${text(1)}` : text(0),
       often ? ` in ${often.times ?? "?"}×` : ""),
   ];
