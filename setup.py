@@ -29,7 +29,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"meshwright": "."},
     packages=packages(),
-    package_data={"": ["*.gin"]},
+    package_data={"": ["*.gin", "*.html", "*.css", "*.js"]},
     install_requires=[
         "absl-py",
         "etils[epath]",

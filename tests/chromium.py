@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import select
 import shutil
-import subprocess
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,14 @@ BINARY = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(
     BINARY is None, reason="chromium is not installed (Debian: apt install chromium)"
 )
-_SECONDS = 60
+_SECONDS = 30
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 _CODES = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38}
 _CODES |= {"ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "/": 191}
 
@@ -32,12 +40,11 @@ class Page:
     """A page that is open.
 
     Args:
-      process: of Chromium.
-      read, write: descriptors of its pipe.
+      read, write: descriptors of Chromium's pipe.
     """
 
-    def __init__(self, process: subprocess.Popen, read: int, write: int):
-        self.process, self._read, self._write = process, read, write
+    def __init__(self, read: int, write: int):
+        self._read, self._write = read, write
         self._number, self._left = 0, b""
         self._session: str | None = None
         self.console: list[str] = []
@@ -89,7 +96,8 @@ class Page:
         return done["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Waits until an expression is true; returns its value."""
+        """Waits until an expression is true; returns its value, True for an element."""
+        script = f"((found) => found instanceof Node || found)({script})"
         end = time.monotonic() + _SECONDS
         while time.monotonic() < end:
             with contextlib.suppress(AssertionError):  # Between two documents.
@@ -180,37 +188,27 @@ class Page:
 def page(folder: pathlib.Path) -> Iterator[Page]:
     """A page in a Chromium of its own, whose profile is in a folder."""
     (their_read, our_write), (our_read, their_write) = os.pipe(), os.pipe()
-
-    def descriptors() -> None:  # Chromium reads from 3 and writes to 4.
-        read, write = os.dup(their_read), os.dup(their_write)
-        os.dup2(read, 3)
-        os.dup2(write, 4)
-        os.set_inheritable(3, True)
-        os.set_inheritable(4, True)
-
-    process = subprocess.Popen(
-        [
-            BINARY,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={folder / 'profile'}",
-        ],
-        close_fds=False,
-        preexec_fn=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HOME": str(folder)},
+    # Chromium reads from 3 and writes to 4, which the pipes must not be themselves.
+    read, write = (
+        fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in (their_read, their_write)
     )
-    os.close(their_read)
-    os.close(their_write)
+    nowhere = [(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in range(3)]
+    process = os.posix_spawn(
+        BINARY,
+        [BINARY, *_FLAGS, f"--user-data-dir={folder / 'profile'}"],
+        {**os.environ, "HOME": str(folder)},
+        file_actions=[
+            *nowhere,
+            (os.POSIX_SPAWN_DUP2, read, 3),
+            (os.POSIX_SPAWN_DUP2, write, 4),
+        ],
+    )
+    for one in (their_read, their_write, read, write):
+        os.close(one)
     try:
-        yield Page(process, our_read, our_write)
+        yield Page(our_read, our_write)
     finally:
-        process.terminate()
-        process.wait(20)
+        os.close(our_write)  # At which it ends.
+        os.kill(process, signal.SIGTERM)
+        os.waitpid(process, 0)
         os.close(our_read)
-        os.close(our_write)

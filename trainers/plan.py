@@ -40,6 +40,7 @@ def _check() -> None:
             plan_flags.EXPLAIN_AT_LEAST,
             plan_flags.EXPLAIN_AXIS,
             plan_flags.EXPLAIN_WHY,
+            plan_flags.EXPLAIN_HTML,
         )
         _refuse(details, "needs --explain")
     _check_pattern()
@@ -78,6 +79,7 @@ def _check() -> None:
         )
     files.output_file(plan_flags.JSON)
     files.output_file(plan_flags.HTML)
+    files.output_file(plan_flags.EXPLAIN_HTML)
     files.check_folder(plan_flags.LOG_DIR)
 
 

@@ -64,10 +64,9 @@ def page_text(program: Shown, *, other: Shown | None = None) -> str:
         differing = explain_difference(*programs).tensors if other is not None else []
         shown = [_traced(one, lines) for one in programs]
     else:
-        pairs = [_explained(one) for one in programs]
-        explained = [explanation for explanation, _ in pairs]
+        explained = [_explained(one) for one in programs]
         differing = explain_difference(*explained).tensors if other is not None else []
-        shown = [of_explanation(*pair, lines) for pair in pairs]
+        shown = [of_explanation(one, lines) for one in explained]
     data = {
         "programs": shown,
         "sources": lines.values(),
@@ -82,10 +81,15 @@ def _traced(program: Program | TracedProgram, lines: Lines) -> dict[str, Any]:
     return of_reasons(program.reasons, by, lines)
 
 
-def _explained(program: Shown) -> tuple[Explanation, Any]:
-    if isinstance(program, Explanation):
-        return program, None
-    return explain(program, reasons=True), program.reasons
+def _explained(program: Program | Explanation) -> Explanation:
+    if isinstance(program, Program):
+        return explain(program, reasons=True)
+    if not program.has_reasons:
+        raise ValueError(
+            f"the explanation of {program.name} has no reasons, which a page shows: "
+            "make it by explain(program, reasons=True), or give the program"
+        )
+    return program
 
 
 def filled(data: dict[str, Any]) -> str:

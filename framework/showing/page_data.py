@@ -63,23 +63,19 @@ class Lines:
         }
 
 
-def of_explanation(
-    explanation: Explanation, reasons: Reasons | None, lines: Lines
-) -> dict[str, Any]:
+def of_explanation(explanation: Explanation, lines: Lines) -> dict[str, Any]:
     """The values of a compiled program.
 
     Args:
-      explanation: of the program, with reasons or without.
-      reasons: of the program, for axes that it did not get; None: they are not told.
+      explanation: of the program, with reasons.
       lines: takes the lines of code.
     """
     values = _Values(explanation.mesh, lines)
     dims = _Dims((t.layer, t.source, t.shape) for t in explanation.tensors)
-    lost = _lost(reasons, explanation.tensors) if reasons else {}
-    tensors = [values.report(t, dims, lost) for t in explanation.tensors]
+    tensors = [values.report(tensor, dims) for tensor in explanation.tensors]
     elsewhere = [values.inserted(one) for one in explanation.elsewhere]
     by = explanation.partitioner
-    is_gspmd = by == Partitioner.GSPMD.value and explanation.has_reasons
+    is_gspmd = by == Partitioner.GSPMD.value
     return values.document(
         name=explanation.name,
         how=f"completed by {by}; collectives of the compiled program",
@@ -177,14 +173,12 @@ class _Values:
             "shardings": [_sharding(sharding) for sharding in self._shardings],
         }
 
-    def report(
-        self, report: TensorReport, dims: _Dims, lost: dict[str, list[Competition]]
-    ) -> dict[str, Any]:
+    def report(self, report: TensorReport, dims: _Dims) -> dict[str, Any]:
         """A tensor of a compiled program."""
-        source, key = report.source, _key(report.kind, report.op_name)
+        source = report.source
         why = report.why_replicated
         return {
-            "key": key,
+            "key": _key(report.kind, report.op_name),
             "kind": report.kind.value,
             "name": tensor_name(report),
             "layer": report.layer,
@@ -200,7 +194,7 @@ class _Values:
             "why": why.value if why else "",
             "notes": list(_notes(report)),
             "from": [self._provenance(one) for one in report.provenances],
-            "lost": [self._competition(one) for one in lost.get(key, ())],
+            "lost": [self._competition(one) for one in report.competitions],
             "sent": [self.inserted(one) for one in report.collectives],
         }
 
@@ -326,30 +320,6 @@ class _Numbers(dict):
 
     def of(self, value: Hashable) -> int:
         return self.setdefault(value, len(self))
-
-
-def _lost(
-    reasons: Reasons, reports: Iterable[TensorReport]
-) -> dict[str, list[Competition]]:
-    """By key the axes that a tensor did not get, and one beside it has.
-
-    By propagation; those that XLA gave to the tensor after all are left out.
-    """
-    has = {
-        _key(report.kind, report.op_name): report.sharding.dims
-        for report in reports
-        if isinstance(report.sharding, Sharding)
-    }
-    lost: dict[str, list[Competition]] = {}
-    with reasons.opened():
-        for tensor in reasons.tensors:
-            dims = has.get(key := _key(tensor.kind, tensor.name), ())
-            lost[key] = [
-                one
-                for one in competitions(reasons, reasons.place(tensor))
-                if one.dim < len(dims) and one.axis not in dims[one.dim]
-            ]
-    return lost
 
 
 def _notes(report: TensorReport) -> Iterator[str]:

@@ -7,6 +7,8 @@ import json
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.showing.page import explain_page
 from meshwright.trainers import cli
 from meshwright.trainers.experiment import replication
 from meshwright.trainers.experiment.experiment import Experiment
@@ -26,20 +28,29 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Reports at once a mesh that is too large.
     if plan_flags.EXPLAIN.value:
-        if axis := plan_flags.EXPLAIN_AXIS.value:
-            mesh.part(axis)  # Reports at once an axis that is not there.
-        print(
-            explain(programs.main, reasons=plan_flags.EXPLAIN_WHY.value).text(
-                match=plan_flags.EXPLAIN_MATCH.value,
-                at_least=plan_flags.EXPLAIN_AT_LEAST.value,
-                axis=axis,
-            )
-        )
+        _explain(programs, mesh)
         return None
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
     print("\n".join(replication.report_lines(programs, replicated)))
     return None
+
+
+def _explain(programs: StepPrograms, mesh: DeviceMesh) -> None:
+    if axis := plan_flags.EXPLAIN_AXIS.value:
+        mesh.part(axis)  # Reports at once an axis that is not there.
+    page = files.output_file(plan_flags.EXPLAIN_HTML)
+    reasons = plan_flags.EXPLAIN_WHY.value or page is not None
+    explanation = explain(programs.main, reasons=reasons)
+    print(
+        explanation.text(
+            match=plan_flags.EXPLAIN_MATCH.value,
+            at_least=plan_flags.EXPLAIN_AT_LEAST.value,
+            axis=axis,
+        )
+    )
+    if page:
+        explain_page(explanation, page)
 
 
 def _plan(experiment: Experiment, config_text: str) -> int | None:

@@ -21,7 +21,10 @@ from meshwright.framework.compiler.explaining.inserted import (
     InsertedCollective,
     inserted_collectives,
 )
-from meshwright.framework.compiler.explaining.provenance import Provenance
+from meshwright.framework.compiler.explaining.provenance import (
+    Competition,
+    Provenance,
+)
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
 from meshwright.framework.compiler.lowering.sources import (
@@ -90,6 +93,7 @@ class TensorReport:
       bytes_per_device: of one device's shard.
       collectives: inserted at its op.
       provenances: with reasons, where its axes come from.
+      competitions: with reasons, the axes that it did not get.
     """
 
     kind: Kind
@@ -108,6 +112,7 @@ class TensorReport:
     resharded_from: Sharding | str | None = None
     collectives: tuple[InsertedCollective, ...] = ()
     provenances: tuple[Provenance, ...] = ()
+    competitions: tuple[Competition, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.framework.compiler.explaining.provenance import Provenance, Transfer
+from meshwright.framework.compiler.explaining.competitions import competitions
+from meshwright.framework.compiler.explaining.provenance import (
+    Competition,
+    Provenance,
+    TensorLayout,
+    Transfer,
+)
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.lowering.sources import Kind
@@ -51,8 +57,17 @@ def with_reasons(
         # XLA's is at the op that needs a tensor, or at the one that makes it.
         for name in dict.fromkeys((one.at, one.tensor)):
             sent.setdefault(name, []).append(one)
+    tensors = {(tensor.kind, tensor.name): tensor for tensor in reasons.tensors}
     with reasons.opened():
-        found = tuple(_with_reasons(report, reasons, sent) for report in reports)
+        found = tuple(
+            dataclasses.replace(
+                _with_reasons(report, reasons, sent),
+                competitions=_lost(
+                    report, tensors.get((report.kind, report.op_name)), reasons
+                ),
+            )
+            for report in reports
+        )
     names = {report.op_name for report in reports}
     left = [one for one in every if one.at not in names]
     return found, tuple(_alike(collective, left) for collective in elsewhere)
@@ -76,6 +91,20 @@ def _with_reasons(
             _between(collective, name, sent.get(name, ()), reasons.mesh)
             for collective in report.collectives
         ),
+    )
+
+
+def _lost(
+    report: TensorReport, tensor: TensorLayout | None, reasons: Reasons
+) -> tuple[Competition, ...]:
+    """The axes that a tensor did not get, but for those that XLA gave it after all."""
+    if tensor is None or isinstance(report.sharding, str):
+        return ()
+    dims = report.sharding.dims
+    return tuple(
+        one
+        for one in competitions(reasons, reasons.place(tensor))
+        if one.dim < len(dims) and one.axis not in dims[one.dim]
     )
 
 
