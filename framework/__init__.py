@@ -68,6 +68,7 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import reshard
 from meshwright.framework.showing.page import explain_page
+from meshwright.framework.showing.shards import visualize
 
 __all__ = [
     "Adafactor",
@@ -117,5 +118,6 @@ __all__ = [
     "shard",
     "split",
     "unreduced_gradients",
+    "visualize",
     "what_if",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,11 +43,15 @@ from meshwright.framework.compiler.xla.mesh_program import (
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.devices.hardware import kind_name
+from meshwright.framework.markup import code_html, table_html
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
+from meshwright.framework.sizes import bytes_text
+
+_MOST_ROWS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,22 @@ class Program:
     def __repr__(self) -> str:
         by = self.partitioner.value
         return f"<Program {self._signature.name!r} for the mesh ({self.mesh}), by {by}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: arguments and results with their shardings, and the memory."""
+        memory = self.memory()
+        held = f"{bytes_text(memory.peak)} on each device"
+        rows = [
+            *_border_rows("argument", self.inputs, self.in_shardings),
+            *_border_rows("result", self.outputs, self.out_shardings),
+        ]
+        more = len(rows) - _MOST_ROWS
+        table = table_html(["", "name", "type", "sharding"], rows[:_MOST_ROWS])
+        left = f"<div>and {more} more</div>" if more > 0 else ""
+        return (
+            f"<div>{code_html(repr(self))}, {held}{table}{left}"
+            "<div>mw.explain_page(program, 'page.html') shows all of it</div></div>"
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -298,6 +318,14 @@ class TracedProgram:
     def export(self, platforms: Sequence[str]) -> bytes:
         """The program, unpartitioned, for other machines; see `MeshProgram.export`."""
         return put_on_mesh(self.written, self.target).export(platforms)
+
+
+def _border_rows(what: str, specs: Any, shardings: Sequence) -> Iterator[list[str]]:
+    pairs = nest.flatten_with_joined_string_paths(specs, separator=".")
+    for (path, spec), sharding in zip(pairs, shardings, strict=True):
+        shape = ",".join(map(str, spec.shape))
+        lies = "left to completion" if sharding is None else sharding._repr_html_()
+        yield [what, code_html(path), code_html(f"{spec.dtype.name}[{shape}]"), lies]
 
 
 def compile_program(

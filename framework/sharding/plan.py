@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import gin
 import tensorflow as tf
 
+from meshwright.framework.markup import axes_html, code_html, table_html
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.origins import note_dims
@@ -115,6 +116,22 @@ class ShardingPlan:
             )
         ids = None if self.device_ids is None else tuple(self.device_ids)
         return DeviceMesh(axes, shape, ids)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: by dim the axes that split it in weights and activations."""
+        dims = dict.fromkeys([*self.weights, *self.activations])
+
+        def cell(table: Mapping[str, Axes], dim: str) -> str:
+            if dim not in table:
+                return ""
+            return axes_html(as_axes(table[dim]), list(self.mesh_axes))
+
+        rows = [
+            [code_html(dim), cell(self.weights, dim), cell(self.activations, dim)]
+            for dim in dims
+        ]
+        table = table_html(["dim", "weights", "activations"], rows)
+        return f"<div>ShardingPlan over {self.mesh}{table}</div>"
 
     def weight_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
         """The sharding of a weight with the logical dims `dims`."""

@@ -21,11 +21,13 @@ ROOMS = ("framework", "layers", "tasks", "params", "trainers")
 MAY_IMPORT = {
     "framework.nested_map": (),
     "framework.sizes": (),
+    "framework.markup": (),
     "framework.devices": ("framework.sharding",),
-    "framework.sharding": ("framework.nested_map",),
+    "framework.sharding": ("framework.nested_map", "framework.markup"),
     "framework.compiler": (
         "framework.nested_map",
         "framework.sizes",
+        "framework.markup",
         "framework.devices",
         "framework.sharding",
     ),
@@ -33,6 +35,7 @@ MAY_IMPORT = {
     "framework.modeling": ("framework.nested_map", "framework.sharding"),
     "framework.showing": (
         "framework.sizes",
+        "framework.markup",
         "framework.sharding",
         "framework.compiler",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 import os
 import time
@@ -110,6 +111,15 @@ class CompileReport:
     collectives: tuple[CollectiveSum, ...]
     replicated: tuple[ReplicatedTensor, ...]
     model_flops: float
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page that --html_out writes."""
+        # They read this class; matplotlib is only installed for planning.
+        from meshwright.trainers.planning import plan_document, plan_html
+
+        page = html.escape(plan_html.page(plan_document.document(self)))
+        style = "width: 100%; height: 40rem; border: 1px solid #ccc"
+        return f'<iframe srcdoc="{page}" style="{style}"></iframe>'
 
     @property
     def peak_bytes(self) -> int:
