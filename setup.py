@@ -71,5 +71,8 @@ setup(
             "meshwright-plan=meshwright.trainers.plan:run",
             "meshwright-train=meshwright.trainers.train:run",
         ],
+        "tensorboard_plugins": [
+            "meshwright=meshwright.trainers.tensorboard.plugin:MeshwrightPlugin",
+        ],
     },
 )

@@ -40,9 +40,10 @@ def _check() -> None:
             plan_flags.EXPLAIN_AT_LEAST,
             plan_flags.EXPLAIN_AXIS,
             plan_flags.EXPLAIN_WHY,
-            plan_flags.EXPLAIN_HTML,
         )
         _refuse(details, "needs --explain")
+        if plan_flags.TOPOLOGY.value is None:
+            _refuse((plan_flags.EXPLAIN_HTML,), "needs --explain, or --topology")
     _check_pattern()
     topology = plan_flags.TOPOLOGY.value
     if topology is not None and not _TOPOLOGY.fullmatch(topology):
@@ -59,7 +60,7 @@ def _check() -> None:
         )
     if search_flags.SEARCH.value:
         _refuse(
-            (plan_flags.EXPLAIN, *pages),
+            (plan_flags.EXPLAIN, plan_flags.EXPLAIN_HTML, *pages),
             "shows one plan: give it with the gin file that --search writes, "
             "without --search",
         )

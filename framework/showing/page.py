@@ -17,6 +17,7 @@ from meshwright.framework.compiler.program import Program, TracedProgram
 from meshwright.framework.showing.page_data import Lines, of_explanation, of_reasons
 
 _WEB = pathlib.Path(__file__).with_name("web")
+_STYLES = ("tokens.css", "page.css")
 _SCRIPTS = ("model.js", "drawing.js", "list.js", "details.js")
 
 Shown = Program | TracedProgram | Explanation
@@ -100,7 +101,7 @@ def filled(data: dict[str, Any]) -> str:
     template = string.Template((_WEB / "page.html").read_text())
     return template.substitute(
         title=html.escape(title),
-        style=(_WEB / "page.css").read_text(),
+        style="".join((_WEB / name).read_text() for name in _STYLES),
         script="\n".join((_WEB / name).read_text() for name in _SCRIPTS),
         data=text,
     )

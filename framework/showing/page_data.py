@@ -34,7 +34,7 @@ from meshwright.framework.sharding.sharding import Sharding
 
 _AROUND = 3
 """Lines of code that are shown before and after a tensor's."""
-_TRACED = "what propagation says; nothing was compiled"
+_TRACED = "what propagation says, before XLA compiles"
 
 
 class Lines:

@@ -16,6 +16,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, breakdown
@@ -200,6 +201,9 @@ def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
             **dataclasses.asdict(pipeline.schedule),
             "iterations": pipeline.schedule.iterations,
             "bubble_fraction": pipeline.schedule.bubble_fraction,
+            "timetable": np.where(
+                pipeline.schedule.valid, pipeline.schedule.microbatch, -1
+            ).tolist(),
             "seconds_in_bubbles": (
                 None if bubbles is None else bubbles / report.experiment.steps_per_loop
             ),

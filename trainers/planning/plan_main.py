@@ -58,8 +58,10 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
         # matplotlib is only installed for planning; fails before anything is compiled.
         from meshwright.trainers.planning import plan_html, plan_tensorboard
     json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
+    program_page = files.output_file(plan_flags.EXPLAIN_HTML)
+    planned = plan(experiment, topology=plan_flags.TOPOLOGY.value)
     report = document(
-        plan(experiment, topology=plan_flags.TOPOLOGY.value),
+        planned,
         config_text=config_text,
         gin_files=cli.GIN_FILE.value,
     )
@@ -69,7 +71,9 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
     if html_out:
         html_out.write_text(plan_html.page(report))
     if plan_flags.LOG_DIR.value:
-        plan_tensorboard.write(report, plan_flags.LOG_DIR.value)
+        plan_tensorboard.write(report, plan_flags.LOG_DIR.value, planned.traced)
+    if program_page:  # Of one that does not fit, too.
+        explain_page(planned.traced, program_page)
     return None if report["fits"] else cli.DOES_NOT_FIT
 
 

@@ -37,8 +37,8 @@ EXPLAIN_WHY = flags.DEFINE_bool(
 EXPLAIN_HTML = flags.DEFINE_string(
     "explain_html",
     None,
-    "With --explain: a page to write on which the program can be walked through, with "
-    "the reason of each axis.",
+    "With --explain, or with --topology by propagation alone: a page to write on which "
+    "the program can be walked through, with the reason of each axis.",
 )
 TOPOLOGY = flags.DEFINE_string(
     "topology",
