@@ -97,7 +97,7 @@ class Page:
 
     def wait(self, script: str) -> Any:
         """Waits until an expression is true; returns its value, True for an element."""
-        script = f"((found) => found instanceof Node || found)({script})"
+        script = f"((found) => found?.nodeType ? true : found)({script})"
         end = time.monotonic() + _SECONDS
         while time.monotonic() < end:
             with contextlib.suppress(AssertionError):  # Between two documents.
@@ -169,7 +169,9 @@ class Page:
         elif message["method"] == "Runtime.exceptionThrown":
             self.console.append(str(parameters["exceptionDetails"]))
         elif message["method"] == "Log.entryAdded":
-            self.console.append(parameters["entry"]["text"])
+            entry = parameters["entry"]
+            if not entry.get("url", "").endswith("/favicon.ico"):
+                self.console.append(entry["text"])
         elif message["method"] == "Network.requestWillBeSent":
             self.loaded.append(parameters["request"]["url"])
 

@@ -63,6 +63,12 @@ def pipeline(stages, microbatches, repeats=1):
         "num_repeats": repeats,
         "iterations": schedule.iterations,
         "bubble_fraction": schedule.bubble_fraction,
+        "timetable": [
+            [number if is_valid else -1 for number, is_valid in zip(*row, strict=True)]
+            for row in zip(
+                schedule.microbatch.tolist(), schedule.valid.tolist(), strict=True
+            )
+        ],
         "seconds_in_bubbles": None,
     }
 
