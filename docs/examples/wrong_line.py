@@ -1,4 +1,4 @@
-"""Three layers with attention over a mesh, one line of which is wrong: docs/why.md.
+"""Three layers with attention over a mesh, one line of which is wrong; see why.md.
 
 The weights are split by heads and by hidden units, as in tensor parallelism, and the
 batch by rows. One annotation leaves out an axis.

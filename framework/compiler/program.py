@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.arguments import Arguments, check_structure
+from meshwright.framework.compiler.boundary.border_table import border_table
 from meshwright.framework.compiler.boundary.borders import (
     check_kinds,
     check_results,
@@ -43,15 +44,13 @@ from meshwright.framework.compiler.xla.mesh_program import (
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.devices.hardware import kind_name
-from meshwright.framework.markup import code_html, table_html
+from meshwright.framework.markup import code_html
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.framework.sizes import bytes_text
-
-_MOST_ROWS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,18 +114,11 @@ class Program:
         return f"<Program {self._signature.name!r} for the mesh ({self.mesh}), by {by}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: arguments and results with their shardings, and the memory."""
-        memory = self.memory()
-        held = f"{bytes_text(memory.peak)} on each device"
-        rows = [
-            *_border_rows("argument", self.inputs, self.in_shardings),
-            *_border_rows("result", self.outputs, self.out_shardings),
-        ]
-        more = len(rows) - _MOST_ROWS
-        table = table_html(["", "name", "type", "sharding"], rows[:_MOST_ROWS])
-        left = f"<div>and {more} more</div>" if more > 0 else ""
+        """For notebooks: the memory, and where arguments and results lie."""
+        held = f"{bytes_text(self.memory().peak)} on each device"
+        borders = (self.inputs, self.outputs, self.in_shardings, self.out_shardings)
         return (
-            f"<div>{code_html(repr(self))}, {held}{table}{left}"
+            f"<div>{code_html(repr(self))}, {held}{border_table(*borders)}"
             "<div>mw.explain_page(program, 'page.html') shows all of it</div></div>"
         )
 
@@ -320,12 +312,27 @@ class TracedProgram:
         return put_on_mesh(self.written, self.target).export(platforms)
 
 
-def _border_rows(what: str, specs: Any, shardings: Sequence) -> Iterator[list[str]]:
-    pairs = nest.flatten_with_joined_string_paths(specs, separator=".")
-    for (path, spec), sharding in zip(pairs, shardings, strict=True):
-        shape = ",".join(map(str, spec.shape))
-        lies = "left to completion" if sharding is None else sharding._repr_html_()
-        yield [what, code_html(path), code_html(f"{spec.dtype.name}[{shape}]"), lies]
+class FunctionOptions(TypedDict, total=False):
+    """Keyword arguments of `meshwright.function`, which `trace_program` describes."""
+
+    partitioner: Partitioner
+    update_sharding: UpdateSharding | None
+    strict: bool
+    check_types: bool
+    devices: Sequence[jax.Device] | None
+    in_child: bool
+
+
+class TraceOptions(FunctionOptions, total=False):
+    """Keyword arguments of `trace_program`, which describes them."""
+
+    in_shardings: Sequence[Any] | None
+    out_shardings: Any
+    donate: Sequence[int]
+    name: str | None
+    carried: int
+    variables: Sequence[tf.Variable]
+    unreduced_gradient_axes: Sequence[str]
 
 
 def compile_program(
@@ -334,7 +341,7 @@ def compile_program(
     mesh: DeviceMesh,
     *,
     compiler_options: Mapping[str, Any] | None = None,
-    **how: Any,
+    **options: Unpack[TraceOptions],
 ) -> Program:
     """Partitions a pure TF function over a mesh and compiles it.
 
@@ -343,7 +350,7 @@ def compile_program(
       args: for each argument a nest of `tf.TensorSpec`, with logical shapes.
       mesh: the device mesh.
       compiler_options: XLA's own, by flag name, for this program.
-      **how: see `trace_program`.
+      **options: see `trace_program`.
 
     Raises:
       LoweringError: see `lower`; an annotation would be dropped on this mesh; XLA would
@@ -352,7 +359,7 @@ def compile_program(
       ValueError: the mesh has more devices than exist; structures, ranks or meshes do
         not agree; an argument to donate is not there.
     """
-    return trace_program(fn, args, mesh, **how).compile(compiler_options)
+    return trace_program(fn, args, mesh, **options).compile(compiler_options)
 
 
 def trace_program(

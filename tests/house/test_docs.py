@@ -13,14 +13,22 @@ from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from tests.house import snippets
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+# A snippet, and what it prints if that follows as text, after a sentence or none.
+SNIPPET = r"```python\n(.*?)```\n(?:\n[^`#|\n]+\n)?(?:\n```text\n(.*?)```)?"
 
 
 def blocks():
     for page in PAGES:
-        matches = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        for i, block in enumerate(matches):
-            yield pytest.param(block, id=f"{page.name}-{i}")
+        matches = re.findall(SNIPPET, page.read_text(), re.DOTALL)
+        for i, (block, printed) in enumerate(matches):
+            yield pytest.param(block, printed, id=f"{page.relative_to(ROOT)}-{i}")
 
 
 def commands(pattern):
@@ -42,8 +50,8 @@ def processes_of(code):
     return [f"import sys; sys.argv[1:] = ['{n}']\n{code}" for n in range(2)]
 
 
-@pytest.mark.parametrize("code", list(blocks()))
-def test_python_snippet_runs(code, tmp_path):
+@pytest.mark.parametrize(("code", "printed"), list(blocks()))
+def test_python_snippet_runs(code, printed, tmp_path):
     # A process of its own: snippets choose their platform first thing.
     codes = processes_of(code)
     folders = [tmp_path / str(number) for number in range(len(codes))]
@@ -53,6 +61,7 @@ def test_python_snippet_runs(code, tmp_path):
         for status, out, errors in pool.map(snippets.run, codes, folders):
             assert status == 0, errors
             assert out.strip(), "a snippet should show something"
+            assert printed in ("", out)
 
 
 def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):

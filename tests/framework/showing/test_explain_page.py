@@ -90,7 +90,7 @@ ROW = "document.querySelector('.row.{kind}')"
 @chromium.needs_chromium
 @pytest.mark.parametrize("name", ["wrong", "traced"])
 def test_a_newcomer_finds_the_wrong_line(opened, name):
-    """The steps of docs/why.md."""
+    """The steps of why.md in the docs."""
     page = opened(name)
     first = page.text("ul.top li")  # Of the largest collectives.
     assert "all-gather" in first and "64.0 MiB" in first
