@@ -11,12 +11,11 @@ function codeOf(place) {
   const at = place.lastIndexOf(":"), file = DATA.sources[place.slice(0, at)];
   const line = +place.slice(at + 1);
   if (!file?.[line]) return "";
-  const lines = [];
-  for (let n = line - 3; n <= line + 3; n++) {
-    if (file[n] === undefined) continue;
-    lines.push(h("span", {class: n === line ? "at" : ""},
-      h("span", {class: "no"}, String(n)), file[n]));
-  }
+  const near = [-3, -2, -1, 0, 1, 2, 3].map((n) => line + n)
+    .filter((n) => file[n] !== undefined);
+  const indent = Math.min(...near.filter((n) => file[n]).map((n) => file[n].search(/\S/)));
+  const lines = near.map((n) => h("span", {class: n === line ? "at" : ""},
+    h("span", {class: "no"}, String(n)), file[n].slice(indent)));
   return h("pre", {class: "code", "data-place": place}, lines);
 }
 
