@@ -111,8 +111,10 @@ def test_command_builds(command, monkeypatch):
 @pytest.mark.parametrize("command", list(commands(r"make ")))
 def test_make_target_exists(command):
     makefile = (ROOT / "Makefile").read_text()
-    for target in command.split()[1:]:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for word in command.split()[1:]:
+        name, is_variable, _ = word.partition("=")
+        written = rf"^{name} \?=" if is_variable else f"^{name}:"
+        assert re.search(written, makefile, re.MULTILINE), word
 
 
 def test_files_that_the_docs_link_to_exist():
@@ -123,6 +125,20 @@ def test_files_that_the_docs_link_to_exist():
                 target = page.parent / path if path else page
                 assert target.exists(), (page.name, link)
                 assert not anchor or anchor in anchors(target), (page.name, link)
+
+
+def test_the_first_page_leads_to_every_page():
+    def linked(page):
+        links = re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+        return {(page.parent / link).resolve() for link in links}
+
+    home = ROOT / "docs" / "README.md"
+    indexes = [page for page in linked(home) if page.name == "README.md"]
+    found = set().union(linked(home), *map(linked, indexes))
+    assert {page for page in PAGES if page.is_relative_to(home.parent)} <= {
+        home,
+        *found,
+    }
 
 
 def anchors(page):

@@ -106,8 +106,11 @@ def _about(file: pathlib.Path) -> str:
         text = re.sub("^# ?", "", line)
         if not text.startswith("    "):
             text = re.sub(r"\b\w+/\w+\.gin", _linked, _escaped(text.strip()))
-            if text.startswith(("Must be set", "Commonly overridden")):
-                lines.append("")
+            marked = re.sub(
+                "^(Must be set|Commonly overridden|Measured):", r"**\1:**", text
+            )
+            lines += [""] if marked != text else []
+            text = marked
         lines.append(text)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
@@ -150,14 +153,14 @@ def _description(one: Callable) -> str:
 
 
 def _table(one: Callable) -> str:
-    """A row for each parameter: its name, default and meaning."""
+    """A row for each parameter: its name and default, and its meaning."""
     meanings = _meanings(one)
-    rows = [f"| `{one.__name__}.` | default | meaning |", "|---|---|---|"]
+    rows = [f"| `{one.__name__}.`, default | meaning |", "|---|---|"]
     for parameter in inspect.signature(one).parameters.values():
         default = parameter.default
-        shown = "" if default is parameter.empty else f"`{_gin(default)}`"
+        shown = "" if default is parameter.empty else f"<br>`{_gin(default)}`"
         meaning = _escaped(meanings.get(parameter.name, "")).replace("|", "\\|")
-        rows.append(f"| `{parameter.name}` | {shown} | {meaning} |")
+        rows.append(f"| `{parameter.name}`{shown} | {meaning} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 
