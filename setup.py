@@ -45,6 +45,7 @@ setup(
         "tensorflow>=2.21,<2.22",
         "tensorstore",
         "tqdm",
+        "werkzeug",
     ],
     extras_require={
         "test": ["hypothesis", "pytest", "pytest-cov", "pytest-xdist", "ruff", "xprof"],
@@ -73,7 +74,7 @@ setup(
             "meshwright-train=meshwright.trainers.train:run",
         ],
         "tensorboard_plugins": [
-            "meshwright=meshwright.trainers.tensorboard.plugin:MeshwrightPlugin",
+            "meshwright=meshwright.trainers.planning.tensorboard.plugin:MeshwrightPlugin",
         ],
     },
 )

@@ -14,7 +14,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tensorflow.python.util import nest
@@ -28,7 +28,9 @@ from meshwright.framework.compiler.hlo.step_errors import (
 )
 from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.planning.planning import CompileReport
+
+if TYPE_CHECKING:
+    from meshwright.trainers.planning.planning import CompileReport
 
 _PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu", "jax-cuda12-pjrt")
 _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}

@@ -56,7 +56,8 @@ def _explain(programs: StepPrograms, mesh: DeviceMesh) -> None:
 def _plan(experiment: Experiment, config_text: str) -> int | None:
     if plan_flags.HTML.value or plan_flags.LOG_DIR.value:
         # matplotlib is only installed for planning; fails before anything is compiled.
-        from meshwright.trainers.planning import plan_html, plan_tensorboard
+        from meshwright.trainers.planning import plan_html
+        from meshwright.trainers.planning.tensorboard import plan_tensorboard
     json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
     program_page = files.output_file(plan_flags.EXPLAIN_HTML)
     planned = plan(experiment, topology=plan_flags.TOPOLOGY.value)

@@ -118,7 +118,7 @@ class CompileReport:
 
     def _repr_html_(self) -> str:
         """For notebooks: the page that --html_out writes."""
-        # They read this class; matplotlib is only installed for planning.
+        # Late: matplotlib is only installed for planning.
         from meshwright.trainers.planning import plan_document, plan_html
 
         page = html.escape(plan_html.page(plan_document.document(self)))

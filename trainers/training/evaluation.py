@@ -19,7 +19,7 @@ from meshwright.trainers.experiment.batches import eval_batches, readable
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.tensorboard.summaries import Summaries, metric_tags
+from meshwright.trainers.planning.tensorboard.summaries import Summaries, metric_tags
 from meshwright.trainers.training.stop_signals import StopRequest
 
 

@@ -32,9 +32,9 @@ from meshwright.trainers.experiment.batches import CallBatches
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.startup.messages import log_line
-from meshwright.trainers.tensorboard.summaries import Summaries
 from meshwright.trainers.training.evaluation import (
     check_held_out,
     evaluate,

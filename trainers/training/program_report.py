@@ -8,8 +8,8 @@ from meshwright.framework.compiler.xla.processes import is_first_process
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.plan_document import document
 from meshwright.trainers.planning.planning import report_of
+from meshwright.trainers.planning.tensorboard import program_files
 from meshwright.trainers.startup.messages import log_line
-from meshwright.trainers.tensorboard import program_files
 
 
 def write_program(

@@ -18,7 +18,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sizes import number_text
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
-from meshwright.trainers.tensorboard.summaries import Summaries, metric_tags
+from meshwright.trainers.planning.tensorboard.summaries import Summaries, metric_tags
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.watchdog import Watchdog
 

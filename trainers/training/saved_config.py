@@ -11,8 +11,8 @@ from typing import Any
 
 from gin import config_parser
 
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.startup.messages import log_line
-from meshwright.trainers.tensorboard.summaries import Summaries
 
 log = logging.getLogger("absl")
 

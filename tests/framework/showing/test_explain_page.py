@@ -12,8 +12,8 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.compiler.program import trace_program
 from meshwright.framework.showing.page import filled, page_text
-from tests import chromium
 from tests.framework.hlo.why.why_programs import kept, lies, traced
+from tests.framework.showing import chromium
 
 ROOT = pathlib.Path(__file__).parents[3]
 EXAMPLE = runpy.run_path(str(ROOT / "docs" / "examples" / "wrong_line.py"))

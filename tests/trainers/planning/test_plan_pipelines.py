@@ -13,8 +13,8 @@ from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_pipelines import planned_pipelines
-from meshwright.trainers.planning.plan_tensorboard import scalars
 from meshwright.trainers.planning.plan_text import plan_text
+from meshwright.trainers.planning.tensorboard.plan_tensorboard import scalars
 from tests import needs
 from tests.trainers.planning.browser import look_at, needs_chromium
 from tests.trainers.planning.search.pipelined import GIN_FILES, PARAMS

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from meshwright.trainers.tensorboard.summaries import Summaries, heat_map
+from meshwright.trainers.planning.tensorboard.summaries import Summaries, heat_map
 from meshwright.trainers.training import loop, saved_config
 from tests.trainers.small_run import at, points, saved_steps, small_programs, train
 

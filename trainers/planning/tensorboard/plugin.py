@@ -25,7 +25,7 @@ from werkzeug import wrappers
 
 _WEB = pathlib.Path(__file__).with_name("web")
 # Not imported from where they are: TensorBoard would load TensorFlow and JAX.
-_TOKENS = pathlib.Path(__file__).parents[2] / "framework/showing/web/tokens.css"
+_TOKENS = pathlib.Path(__file__).parents[3] / "framework/showing/web/tokens.css"
 _FOLDER, _PLAN, _PAGE = "meshwright", "plan.json", "program.html"
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _DEEP = 4

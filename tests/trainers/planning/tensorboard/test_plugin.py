@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tensorboard import default, program
 
-from meshwright.trainers.tensorboard import program_files
-from meshwright.trainers.tensorboard.plugin import NO_FILES, MeshwrightPlugin
-from meshwright.trainers.tensorboard.summaries import Summaries
+from meshwright.trainers.planning.tensorboard import program_files
+from meshwright.trainers.planning.tensorboard.plugin import NO_FILES, MeshwrightPlugin
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.training import loop
-from tests import chromium
+from tests.framework.showing import chromium
 from tests.house.test_package import setup_argument
 from tests.trainers.planning.test_plan_pipelines import pipeline
 from tests.trainers.small_run import at, small_programs
@@ -222,7 +222,7 @@ def test_setup_declares_the_plugin():
 
 def test_tensorboard_starts_without_tensorflow_and_jax():
     code = (
-        "import sys, meshwright.trainers.tensorboard.plugin\n"
+        "import sys, meshwright.trainers.planning.tensorboard.plugin\n"
         "print({'tensorflow', 'jax'} & set(sys.modules))"
     )
     ran = subprocess.run(

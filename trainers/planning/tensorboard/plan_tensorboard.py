@@ -10,8 +10,8 @@ from typing import Any
 from meshwright.framework.compiler.program import TracedProgram
 from meshwright.trainers.planning.plan_plots import png
 from meshwright.trainers.planning.plan_sections import sections
-from meshwright.trainers.tensorboard import program_files
-from meshwright.trainers.tensorboard.summaries import Summaries
+from meshwright.trainers.planning.tensorboard import program_files
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 
 
 def write(document: Mapping[str, Any], log_dir: str, traced: TracedProgram) -> None:

@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 )
 from tensorboard.util import tensor_util
 
-from meshwright.trainers.planning import plan_plots, plan_tensorboard
+from meshwright.trainers.planning import plan_plots
+from meshwright.trainers.planning.tensorboard import plan_tensorboard
 from tests.trainers.planning.test_plan_page import (
     TOPOLOGIES,
     left_alone,
