@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.arguments import Arguments, check_structure
+from meshwright.framework.compiler.boundary.border_table import border_table
 from meshwright.framework.compiler.boundary.borders import (
     check_kinds,
     check_results,
@@ -43,11 +44,13 @@ from meshwright.framework.compiler.xla.mesh_program import (
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.devices.hardware import kind_name
+from meshwright.framework.markup import code_html
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
+from meshwright.framework.sizes import bytes_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,15 @@ class Program:
     def __repr__(self) -> str:
         by = self.partitioner.value
         return f"<Program {self._signature.name!r} for the mesh ({self.mesh}), by {by}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the memory, and where arguments and results lie."""
+        held = f"{bytes_text(self.memory().peak)} on each device"
+        borders = (self.inputs, self.outputs, self.in_shardings, self.out_shardings)
+        return (
+            f"<div>{code_html(repr(self))}, {held}{border_table(*borders)}"
+            "<div>mw.explain_page(program, 'page.html') shows all of it</div></div>"
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
