@@ -1,6 +1,6 @@
 """What propagation alone says of the papers' plans, beside what the compiler says.
 
-    python benchmarks/papers/propagated_rows.py [--table=2 --table=3]
+    python benchmarks/search/propagated_rows.py [--table=2 --table=3]
 
 The second sieve of a search prices plans without compiling them (docs/planning.md,
 Search). Here it prices those of GSPMD's tables; the compiled estimates are those that
