@@ -243,7 +243,7 @@ class _Walk:
             blocks = [region.blocks[0] for region in op.regions]
             return max(self.block(block, times / len(blocks)) for block in blocks)
         if op.name == _SLICE:
-            self._slice(op)
+            self._slice(op, times)
         elif op.name in _COLLECTIVES:
             self._collective(op, times)
         elif op.name in DOTS:
@@ -278,16 +278,17 @@ class _Walk:
         self._reduced[result] = len(self.work.sent)
         self.work.sent.append(Sent(kind, axes, size, times))
 
-    def _slice(self, op) -> None:
+    def _slice(self, op, times: float) -> None:
         """What keeps its slice of an all-reduce is a reduce-scatter along its axes.
 
-        Not where a slice has few columns: there XLA for TPUs keeps the two apart.
+        Not where a slice has few columns: there XLA for TPUs keeps the two apart. Any
+        other slice is read and written.
         """
-        operand = op.operands[0]
+        operand, result = op.operands[0], op.results[0]
         number = self._reduced.get(operand)
         if number is None or self.work.sent[number].kind != "all-reduce":
+            self.work.moved += 2 * times * self.bytes(result)
             return
-        result = op.results[0]
         is_minor = self.splits(result)[-1:] != self.splits(operand)[-1:]
         if is_minor and self.local(result)[-1] <= _COLUMNS:
             return

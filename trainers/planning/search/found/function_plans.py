@@ -43,7 +43,11 @@ from meshwright.trainers.planning.search.found.finding import (
     distinct,
     plainest,
 )
-from meshwright.trainers.planning.search.found.named_function import NamedFunction
+from meshwright.trainers.planning.search.found.named_function import (
+    NamedFunction,
+    Names,
+    names_by_path,
+)
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
 
 
@@ -54,7 +58,7 @@ class FunctionPlan:
     Args:
       mesh: the device mesh.
       paths: the path of each leaf of the arguments, as `0.weights.kernel`.
-      leaves: the sharding of each leaf.
+      leaves: the sharding of each leaf; None: left to propagation.
       args: the arguments' nests of `tf.TensorSpec`.
       results: the same for the result.
       results_like: how many of its first leaves are split like those of the arguments.
@@ -66,7 +70,7 @@ class FunctionPlan:
 
     mesh: DeviceMesh
     paths: tuple[str, ...]
-    leaves: tuple[Sharding, ...]
+    leaves: tuple[Sharding | None, ...]
     args: tuple[Any, ...]
     results: Any
     results_like: int
@@ -99,7 +103,7 @@ class FunctionPlan:
         lines += [
             f"  {path:<{width}}  {sharding}"
             for path, sharding in zip(self.paths, self.leaves, strict=True)
-            if any(sharding.dims)
+            if sharding is not None and any(sharding.dims)
         ]
         return "\n".join(lines)
 
@@ -113,11 +117,9 @@ def search(
     most: int = 300,
     most_axes: int = 2,
     compiled: int = 0,
+    names: Names = names_by_path,
 ) -> FunctionPlan:
     """Looks for the split of a function's arguments that takes least time.
-
-    Leaves whose paths differ in numbers alone, and whose shapes are equal, are split
-    alike: layers of a model.
 
     Args:
       fn: a pure function of tensors, such as a step from weights to weights.
@@ -129,6 +131,8 @@ def search(
       most_axes: mesh axes at most.
       compiled: how many of the fastest are compiled, of which the fastest is taken; 0:
         propagation decides, and libtpu is not needed.
+      names: what is split alike; by default leaves of equal shapes whose paths differ
+        in numbers alone: layers of a model.
 
     Raises:
       LoweringError: see `lower`; or the function has annotations of its own.
@@ -139,7 +143,7 @@ def search(
     args, torus = tuple(args), topology(on)
     if torus.size == 1:
         raise ValueError(f"TPU topology {on!r} has one device: nothing can be split")
-    named = NamedFunction(fn, args, results_like)
+    named = NamedFunction(fn, args, results_like, names)
     finder = Finder([named.step], [1.0], torus, most_axes=most_axes)
     finder.run([], most=most)
     best = finder.best()
@@ -208,5 +212,5 @@ def compiled_plan(
     seconds = min(times)
     ids = orders[times.index(seconds)].ids
     mesh = dataclasses.replace(plan.mesh, device_ids=tuple(map(int, ids.flat)))
-    leaves = tuple(Sharding(mesh, leaf.dims) for leaf in plan.leaves)
+    leaves = tuple(leaf and Sharding(mesh, leaf.dims) for leaf in plan.leaves)
     return dataclasses.replace(plan, mesh=mesh, leaves=leaves, compiled=seconds)

@@ -29,16 +29,25 @@ from meshwright.trainers.planning.search.found.named_step import (
 _NUMBER = re.compile(r"_?\d+")
 
 
+Names = Callable[[str, tf.TensorSpec], Sequence[str | None] | None]
+"""Of a leaf by its path: for each dim its name, or None if nothing is to split it; None
+for a leaf that is left to propagation. Dims of one name are split alike."""
+
+
+def names_by_path(path: str, spec: tf.TensorSpec) -> list[str]:
+    """The same for leaves of equal shapes whose paths differ in numbers alone."""
+    shape = "x".join(map(str, spec.shape))
+    return [f"{_NUMBER.sub('', path)} {shape}:{dim}" for dim in range(spec.shape.rank)]
+
+
 class NamedFunction:
     """A function's program, with a name for each dim of its arguments.
-
-    Leaves whose paths differ in numbers alone, and whose shapes are equal, have the
-    same names.
 
     Args:
       fn: a pure function of tensors.
       args: for each argument a nest of `tf.TensorSpec`.
-      results_like: how many leaves of the result have the names of the arguments'.
+      results_like: how many leaves of the result are split like the arguments'.
+      names: the names.
 
     Attributes:
       paths: the path of each leaf of the arguments.
@@ -50,56 +59,72 @@ class NamedFunction:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], results_like: int
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        results_like: int,
+        names: Names = names_by_path,
     ):
         self.args, self.results_like = args, results_like
         leaves = list(leaves_of(args))
         self.paths = tuple(path for path, _ in leaves)
         specs = [spec for _, spec in leaves]
-        numbers: dict[tuple, int] = {}
-        self.dims: list[list[int]] = []
-        for path, spec in leaves:
-            like = _NUMBER.sub("", path), tuple(spec.shape)
-            keys = [(*like, dim) for dim in range(spec.shape.rank)]
-            self.dims.append([numbers.setdefault(key, len(numbers)) for key in keys])
-        check_count(len(numbers))
-        names = [f"n{number}" for number in range(len(numbers))]
-        mesh = DeviceMesh(tuple(names), (2,) * len(names))
+        given = [names(path, spec) for path, spec in leaves]
+        known = dict.fromkeys(name for dims in given for name in dims or () if name)
+        check_count(len(known))
+        numbers = {name: number for number, name in enumerate(known)}
+        self._numbers = [
+            None if dims is None else [numbers.get(name) for name in dims]
+            for dims in given
+        ]
+        axes = [f"n{number}" for number in range(len(known))]
+        mesh = DeviceMesh(tuple(axes), (2,) * len(axes))
+        split = list(self._shardings(mesh, [(axis,) for axis in axes]))
         lowered = lower(fn, args)
         self.results = lowered.signature.outputs
+        results = len(tf.nest.flatten(self.results))
         _check_alike(specs, tf.nest.flatten(self.results), results_like)
         module = Module(lowered, mesh)
         with module.opened():
             simplify(module)
-        dims_of = [tuple((names[number],) for number in dims) for dims in self.dims]
-        split = [Sharding(mesh, dims) for dims in dims_of]
-        results = len(tf.nest.flatten(self.results))
         program = NamedModule(
             module, split, [*split[:results_like], *[None] * (results - results_like)]
         )
         with program.opened():
             products = tuple(named_products(program.named()))
         self.step = NamedStep(
-            names=tuple(DimName("arguments", f"{path}:{d}") for path, _, d in numbers),
+            names=tuple(DimName("arguments", name) for name in known),
             sizes=sizes_of(program),
             module=program,
             products=products,
             held=tuple(
-                Held(spec.shape.num_elements() * spec.dtype.size, dims)
-                for spec, dims in zip(specs, dims_of, strict=True)
+                Held(
+                    spec.shape.num_elements() * spec.dtype.size,
+                    sharding and tuple(filter(None, sharding.dims)),
+                )
+                for spec, sharding in zip(specs, split, strict=True)
             ),
         )
 
-    def shardings(self, mesh: DeviceMesh, masks: Sequence[int]) -> Iterator[Sharding]:
-        """The sharding of each leaf by a plan."""
-        for dims in self.dims:
-            yield Sharding(
-                mesh,
-                tuple(
-                    tuple(a for i, a in enumerate(mesh.axis_names) if masks[n] >> i & 1)
-                    for n in dims
-                ),
-            )
+    def shardings(
+        self, mesh: DeviceMesh, masks: Sequence[int]
+    ) -> Iterator[Sharding | None]:
+        """The sharding of each leaf by a plan; None: left to propagation."""
+        axes = [
+            tuple(axis for i, axis in enumerate(mesh.axis_names) if mask >> i & 1)
+            for mask in masks
+        ]
+        return self._shardings(mesh, axes)
+
+    def _shardings(
+        self, mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]
+    ) -> Iterator[Sharding | None]:
+        for numbers in self._numbers:
+            if numbers is None:
+                yield None
+            else:
+                dims = tuple(() if n is None else axes[n] for n in numbers)
+                yield Sharding(mesh, dims)
 
 
 def _check_alike(args: Sequence, results: Sequence, count: int) -> None:
