@@ -84,9 +84,8 @@ class Searched:
     def __init__(self, model: Planted):
         self.model, self.torus = model, topology(model.topology)
         self.named = NamedFunction(model.step, model.args, model.results_like)
-        self.finder = Finder(
-            [self.named.step], [1.0], self.torus, most_axes=model.most_axes
-        )
+        # More axes would have too many plans to compile.
+        self.finder = Finder([self.named.step], [1.0], self.torus, most_axes=1)
 
     def points(self) -> Iterator[Point]:
         """All plans, but those that split two dims of an argument by one axis."""

@@ -26,6 +26,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 _BITS = re.compile(r"\d+")
+# The dims of a convolution: "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]".
+_NUMBERS = re.compile(r"\[([^\]]*)\]")
 # Shardy's collectives, and their attribute with the axes.
 _COLLECTIVES = {
     "sdy.all_gather": ("all-gather", "gathering_axes"),
@@ -330,13 +332,30 @@ class _Walk:
     def _convolution(self, op, times: float) -> None:
         image, kernel = op.operands
         numbers = str(op.attributes["dimension_numbers"])
-        output = re.search(r"x\[([^\]]*)\]", numbers)[1].split(", ").index("o")
+        dims = [found.split(", ") for found in _NUMBERS.findall(numbers)]
+        output = dims[1].index("o")
         result, taps = self.local(op.results[0]), self.local(kernel)
         columns = taps[output]
         inner = math.prod(taps) / max(1, columns)
         rows = math.prod(result) / max(1, columns)
         moved = sum(map(self.bytes, (image, kernel, op.results[0])))
         self.work.products.append(Product(rows, inner, columns, times, moved))
+        self._halos(op, times, dims)
+
+    def _halos(self, op, times: float, dims: list[list[str]]) -> None:
+        """What windows reach of neighbours' parts of the image is sent, and joined."""
+        image, kernel = op.operands
+        window, output = (
+            dict(zip(names, shape_of(value), strict=True))
+            for names, value in zip(dims[1:], (kernel, op.results[0]), strict=True)
+        )
+        sizes, splits = self.local(image), self.splits(image)
+        for name, size, shards in zip(dims[0], sizes, splits, strict=True):
+            halo = min(window[name], output[name]) - 1 if name.isdigit() else 0
+            if halo > 0 and shards > 1:
+                sent = self.bytes(image) * halo / size
+                self.work.sent.append(Sent("collective-permute", (), sent, times))
+                self.work.moved += 2 * times * self.bytes(image)
 
     def _other(self, op, times: float) -> None:
         name = op.name.rpartition(".")[2]

@@ -32,7 +32,6 @@ from meshwright.trainers.planning.search.found.propagated import AXES, Priced
 from meshwright.trainers.planning.search.search_space import (
     Candidate,
     NamedPlan,
-    dims_of,
 )
 
 # A name that is split like another one if a table has no entry for it.
@@ -50,7 +49,7 @@ class PlanFinder:
       known: costs of an earlier search, see `Finder`.
 
     Raises:
-      ValueError: a step cannot be traced for all plans at once.
+      OnePlanError: a step cannot be traced for all plans at once.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class PlanFinder:
         tell: Callable[[int], None] = lambda count: None,
     ):
         self.experiment, self.choices = experiment, choices
-        names = names_of(dims_of(experiment))
+        names = names_of(experiment)
         steps: list[NamedStep] = []
         for choice in choices:
             steps.append(named_step(choice.of(experiment), names))

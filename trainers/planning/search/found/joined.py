@@ -10,6 +10,7 @@ from typing import Any
 
 import tqdm
 
+from meshwright.framework.compiler.stablehlo.shardy.named_module import OnePlanError
 from meshwright.trainers.experiment import config
 from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.search.found.finding import Point, Progress
@@ -60,7 +61,7 @@ def with_found(
     known = _read(cache.cached(key))
     try:
         finder = _finder(space, known)
-    except (ValueError, NotImplementedError) as error:
+    except OnePlanError as error:
         reason = str(error).splitlines()[0]
         log.warning("search: plan files alone, as the model has no other: %s", reason)
         return screened
