@@ -22,11 +22,11 @@ from absl import app, flags
 from benchmarks.search.planted_models import Planted, planted_models
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices.topology import topology
+from meshwright.trainers.planning.search.found.alike import distinct
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
     Point,
-    distinct,
 )
 from meshwright.trainers.planning.search.found.function_plans import (
     compiled_plan,
@@ -106,7 +106,7 @@ class Searched:
         """The outcome of a search by the seconds of all plans."""
         finder = self.finder
         finder.run([], most=len(seconds))
-        ranked = distinct(finder.ranked(), finder.cost)
+        ranked = distinct(finder, len(seconds))
         fits = [s for s in seconds.values() if s is not None]
         tried = [seconds[key(found.point)] for found in ranked[:budget]]
         errors = [

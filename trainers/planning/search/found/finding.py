@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -34,8 +33,6 @@ _SWEEPS = 4
 _KEPT = 12
 _NEIGHBOURS = 60
 _MINOR = 0.02
-# Plans whose costs differ by less are compiled once.
-_NEAR = 0.004
 # Neighbours wait for the plans that are among so many of the fastest.
 _BEAM = 12
 # What propagation counts is some 10% off the compiler's memory.
@@ -156,14 +153,9 @@ class Finder:
         return min(fits, key=self.cost, default=None)
 
     def ranked(self) -> list[Found]:
-        """All that was propagated, the best first; of equal programs the plainest."""
+        """All that was propagated, best first; of equally good ones the plainest."""
         plain = sorted(self.found, key=lambda f: sum(map(bool, f.point.masks)))
-        by_cost: dict[tuple, Found] = {}
-        for found in plain:
-            priced = found.priced
-            key = found.point.step, f"{priced.seconds:.9e}", f"{priced.memory:.9e}"
-            by_cost.setdefault(key, found)
-        return sorted(by_cost.values(), key=self.rank)
+        return sorted(plain, key=self.rank)
 
     def run(
         self,
@@ -330,36 +322,3 @@ def _descending(number: int, count: int, most: int) -> list[tuple[int, ...]]:
         if number % first == 0
         for rest in _descending(number // first, count - 1, first)
     ]
-
-
-def plainest(finder: Finder, found: Found) -> Found:
-    """The same program by a plan without the names that do not matter to it."""
-    for number, mask in enumerate(found.point.masks):
-        if mask:
-            masks = list(found.point.masks)
-            masks[number] = 0
-            other = finder.look_up(dataclasses.replace(found.point, masks=tuple(masks)))
-            if other is not None and other.priced.same(found.priced):
-                found = other
-    return found
-
-
-def distinct(ranked: Sequence[Found], cost: Callable[[Found], float]) -> list[Found]:
-    """Of plans that hardly differ in cost, on a mesh and for a step, the best alone."""
-    kept: list[Found] = []
-    for found in ranked:
-        point = found.point
-        like = (
-            other
-            for other in kept
-            if (other.point.step, other.point.shape) == (point.step, point.shape)
-        )
-        if not any(_is_near(found, other, cost) for other in like):
-            kept.append(found)
-    return kept
-
-
-def _is_near(one: Found, other: Found, cost: Callable[[Found], float]) -> bool:
-    return math.isclose(cost(one), cost(other), rel_tol=_NEAR) and math.isclose(
-        one.priced.memory, other.priced.memory, rel_tol=_NEAR
-    )

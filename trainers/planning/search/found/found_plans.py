@@ -13,13 +13,12 @@ from meshwright.framework.sharding.plan import (
     as_axes,
 )
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
     Point,
     Progress,
-    distinct,
-    plainest,
 )
 from meshwright.trainers.planning.search.found.named_step import (
     ACTIVATIONS,
@@ -114,7 +113,7 @@ class PlanFinder:
     def candidates(self, most: int) -> Iterator[tuple[Candidate, Found]]:
         """The best plans found, as candidates, without names that do not matter."""
         finder = self.finder
-        ranked = distinct(finder.ranked(), finder.cost)[:most]
+        ranked = distinct(finder, most)
         for number, found in enumerate(ranked, 1):
             plain = plainest(finder, found)
             choice = self.choices[plain.point.step]

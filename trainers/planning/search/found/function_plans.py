@@ -36,12 +36,11 @@ from meshwright.framework.devices.topology import (
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
     Progress,
-    distinct,
-    plainest,
 )
 from meshwright.trainers.planning.search.found.named_function import (
     NamedFunction,
@@ -153,7 +152,7 @@ def search(
         return function_plan(named, finder, plainest(finder, best))
     plans = [
         compiled_plan(fn, function_plan(named, finder, plainest(finder, found)), torus)
-        for found in distinct(finder.ranked(), finder.cost)[:compiled]
+        for found in distinct(finder, compiled)
     ]
     fits = [plan for plan in plans if plan is not None]
     if not fits:

@@ -1,5 +1,6 @@
 """Plans that nobody wrote are found, and what is found is the best there is."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -12,12 +13,11 @@ from meshwright.framework.compiler.stablehlo.shardy.device_work import (
 from meshwright.framework.compiler.stablehlo.shardy.named_module import ClashError
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.plan import as_axes
+from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Point,
-    distinct,
     mesh_shapes,
-    plainest,
 )
 from meshwright.trainers.planning.search.found.found_plans import PlanFinder, table_text
 from meshwright.trainers.planning.search.found.propagated import (
@@ -116,8 +116,36 @@ def test_names_that_do_not_matter_are_left_out(finder):
 
 def test_plans_that_hardly_differ_are_one(finder):
     search = fresh(finder)
-    found = search.look_up(Point(0, (4, 2), masks(finder, activations={"batch": 1})))
-    assert distinct([found, found], search.cost) == [found]
+    one = masks(finder, activations={"batch": 1})
+    search.found = [search.look_up(Point(0, (4, 2), one))] * 2
+    assert distinct(search, 10) == search.found[:1]
+
+
+def test_large_weights_that_are_split_otherwise_make_another_plan(finder):
+    search = fresh(finder)
+    plans = [
+        masks(finder, weights={dim: 1}, activations={"batch": 1})
+        for dim in ("model", "hidden")
+    ]
+    search.found = [search.look_up(Point(0, (8,), plan)) for plan in plans]
+    assert len(distinct(search, 10)) == 2 and len(distinct(search, 1)) == 1
+
+
+def test_axes_of_one_size_that_change_places_are_alike(finder):
+    small = fresh(finder)
+    plans = [
+        masks(finder, weights={"model": 3 - batch}, activations={"batch": batch})
+        for batch in (1, 2)
+    ]
+    found = [small.look_up(Point(0, (4, 2), plan)) for plan in plans]
+    same = dataclasses.replace(found[1], priced=found[0].priced)
+    small.found = [found[0], same]
+    assert len(distinct(small, 10)) == 2
+    small.found = [
+        dataclasses.replace(one, point=dataclasses.replace(one.point, shape=(4, 4)))
+        for one in small.found
+    ]
+    assert len(distinct(small, 10)) == 1
 
 
 def test_the_search_ends_when_told(finder):
