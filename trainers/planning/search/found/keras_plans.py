@@ -101,7 +101,7 @@ def search_keras(model: Any, batch: Sequence[Any], on: str, **how: Any) -> Keras
             f"{model.name}: its weights and optimizer are part of what is searched: "
             "build and compile it first"
         )
-    function = _KerasStep(model, tuple(batch))
+    function = KerasStep(model, tuple(batch))
     found = search(
         function.step,
         function.args,
@@ -113,7 +113,7 @@ def search_keras(model: Any, batch: Sequence[Any], on: str, **how: Any) -> Keras
     return KerasPlan(found=found, paths=function.paths)
 
 
-class _KerasStep:
+class KerasStep:
     """A step of `fit` as a pure function of weights, slots, statistics and a batch.
 
     Attributes:
