@@ -15,6 +15,7 @@ import json
 import pathlib
 import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from absl import app, flags
@@ -114,12 +115,28 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
         "propagation_cpu_s": round(took, 1),
         "cpu_s": round(_cpu() - begun, 1),
         "wall_s": round(time.monotonic() - clock, 1),
+        "best": list(_best(finder)),
         "found": found,
         "paper": {
             **compiled(space, paper, cache),
             "propagated_s": known and known.priced.seconds,
         },
     }
+
+
+def _best(finder: PlanFinder) -> Iterator[dict[str, Any]]:
+    """By propagation the best of each mesh and recomputation, fastest first."""
+    seen = set()
+    for found in sorted(finder.finder.found, key=finder.finder.cost):
+        key = found.point.step, found.point.shape
+        if key not in seen:
+            seen.add(key)
+            yield {
+                "mesh": list(found.point.shape),
+                "recomputed": str(finder.choices[found.point.step].policy),
+                "s": round(found.priced.seconds, 4),
+                "gb": round(found.priced.memory / 2**30, 1),
+            }
 
 
 def _cpu() -> float:
@@ -136,6 +153,11 @@ def print_row(kept: dict[str, Any]) -> None:
         f"{kept['propagated']} propagated in {kept['propagation_cpu_s']} s, "
         f"{len(kept['found'])} compiled; {kept['cpu_s']} CPU s, {kept['wall_s']} s"
     )
+    for best in kept["best"][:6]:
+        print(
+            f"  by propagation {best['mesh']!s:<14}{best['recomputed']:<12}"
+            f"{best['s']:8.3f} s, {best['gb']:.1f} GiB"
+        )
     timed = [found for found in kept["found"] if found["s"] is not None]
     for one in [paper, *kept["found"]]:
         name = "paper" if one is paper else "found"

@@ -30,6 +30,13 @@ def test_the_winner_is_the_best_of_all(number):
     assert row.winner <= 1.03 * row.best < row.worst
 
 
+def test_a_search_with_time_left_propagates_all_plans():
+    """Neighbours of slower plans are looked at when those of the best are."""
+    searched = planted.Searched(MODELS[1])
+    searched.finder.run([], most=1000)
+    assert len(searched.finder.found) == len(list(searched.points()))
+
+
 @libtpu
 def test_what_is_kept_is_what_the_compiler_says():
     searched = planted.Searched(MODELS[1])

@@ -118,6 +118,7 @@ class Finder:
         self._crowds: dict[tuple[int, ...], np.ndarray] = {}
         self._waiting: list[tuple[float, Point]] = []
         self._seen: set[Point] = set()
+        self._around: set[Point] = set()
 
     @property
     def progress(self) -> Progress:
@@ -180,7 +181,9 @@ class Finder:
                 break
             self._crowd(step, shape)
             tell(self.progress)
-        while self._waiting and len(self.found) < most and time.monotonic() < until:
+        while len(self.found) < most and time.monotonic() < until:
+            if not self._waiting and not self._widen():
+                break
             _, point = heapq.heappop(self._waiting)
             found = self.look_up(point)
             if found is not None:
@@ -188,6 +191,15 @@ class Finder:
                 if self._is_good(found):
                     self._wait_around(found)
             tell(self.progress)
+
+    def _widen(self) -> bool:
+        """Has the neighbours of the best other plan wait; whether there are any."""
+        for found in self.ranked():
+            if found.point not in self._around:
+                self._wait_around(found)
+            if self._waiting:
+                return True
+        return False
 
     def _is_good(self, found: Found) -> bool:
         if len(self.found) <= _BEAM:
@@ -267,6 +279,7 @@ class Finder:
         plan for another step.
         """
         point = found.point
+        self._around.add(point)
         rough = self.rough(point.step, point.shape)
         masks = np.array([point.masks, *_neighbours(point.masks, rough)])
         scores = self.score(rough, point.step, masks)
