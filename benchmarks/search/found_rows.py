@@ -125,11 +125,11 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
 
 
 def _best(finder: PlanFinder) -> Iterator[dict[str, Any]]:
-    """By propagation the best of each mesh and recomputation, fastest first."""
+    """By propagation the best that fits of each mesh and recomputation."""
     seen = set()
-    for found in sorted(finder.finder.found, key=finder.finder.cost):
+    for found in finder.finder.ranked():
         key = found.point.step, found.point.shape
-        if key not in seen:
+        if key not in seen and finder.finder.fits(found):
             seen.add(key)
             yield {
                 "mesh": list(found.point.shape),

@@ -146,11 +146,15 @@ class Finder:
 
     def rank(self, found: Found) -> tuple[bool, float]:
         """Smaller is better: what fits, then the fastest."""
-        return found.priced.memory > _SLACK * self._limit, self.cost(found)
+        return not self.fits(found), self.cost(found)
+
+    def fits(self, found: Found) -> bool:
+        """Whether a device seems to have the memory for it."""
+        return found.priced.memory <= _SLACK * self._limit
 
     def best(self) -> Found | None:
         """The fastest that seems to fit."""
-        fits = [found for found in self.found if not self.rank(found)[0]]
+        fits = [found for found in self.found if self.fits(found)]
         return min(fits, key=self.cost, default=None)
 
     def ranked(self) -> list[Found]:
