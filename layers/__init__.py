@@ -2,15 +2,15 @@
 
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
+from meshwright.layers.attention.positions import (
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+)
 from meshwright.layers.attention.relative.relative_attention import RelativeAttention
 from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
-)
-from meshwright.layers.attention.rotary_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    YarnScaling,
 )
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.embedding import Softmax, TokenEmbedding
@@ -46,6 +46,7 @@ from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.pipeline_function import pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
+from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 from meshwright.layers.transformer import TransformerLayer
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "Repeat",
     "ResNet",
     "Sequential",
+    "SharedRelativeBias",
     "Sinkhorn",
     "Softmax",
     "Switch",

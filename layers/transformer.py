@@ -20,9 +20,8 @@ from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
-from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.positions import PositionKind, RotaryScaling
 from meshwright.layers.attention.relative.relative_positions import RelativePositions
-from meshwright.layers.attention.rotary_scaling import RotaryScaling
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM

@@ -13,40 +13,34 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.modeling.checks import bounded, instance
-from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
+from meshwright.framework.modeling.initializers import Constant, FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
-from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blocks import Blocks
-from meshwright.layers.attention.fused import BTKD, Kernel
+from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.learned_terms import Learned, Sink
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
-from meshwright.layers.attention.positions import PositionKind, check_rotary, rotate
+from meshwright.layers.attention.positions import (
+    PositionKind,
+    RotaryScaling,
+    check_rotary,
+    rotate,
+)
+from meshwright.layers.attention.projections import Projections
+from meshwright.layers.attention.relative.relative_bias import bias_spec, check_shared
 from meshwright.layers.attention.relative.relative_positions import RelativePositions
-from meshwright.layers.attention.rotary_scaling import RotaryScaling
-from meshwright.layers.attention.split.sequence_splits import BSND
 from meshwright.layers.attention.weighted_sums import weighted_sums
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
     contract,
-    contract_each,
     per_feature,
-    read_stream,
     to_stream,
 )
 from meshwright.layers.basic.masks import check_rows
 from meshwright.layers.basic.normalization import RMSNorm
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Heads:
-    """How many heads there are, and the names of the dims of such tensors."""
-
-    count: int
-    dims: tuple[str, ...]
 
 
 @gin.register
@@ -145,41 +139,17 @@ class MultiHeadAttention(Layer):
 
     def weights(self) -> NestedMap:
         M, N, D = self.model_dims, self.num_heads, self.head_dim
-
-        def w_in(letter):
-            heads = self._heads_of(letter)
-            return WeightSpec(
-                shape=(M, heads.count, D),
-                dims=("model", *heads.dims[2:]),
-                initializer=FanIn(),
-                rows=1,
-            )
-
-        w_o = WeightSpec(
+        specs = self._projections.weights()
+        specs.w_o = WeightSpec(
             shape=(N, D, M),
             dims=("heads", "head_dim", "model"),
             initializer=FanIn(in_dims=2),
             rows=2,
         )
-        specs = NestedMap({f"w_{letter}": w_in(letter) for letter in "qkv"}, w_o=w_o)
-        if self.use_bias:
-            for letter in "qkv":
-                heads = self._heads_of(letter)
-                specs[f"b_{letter}"] = WeightSpec(
-                    shape=(heads.count, D),
-                    dims=heads.dims[2:],
-                    initializer=Constant(0.0),
-                )
         if self.has_out_bias:
             specs.b_o = per_feature(M)
-        if self.qk_norm:
-            specs.query_norm = specs.key_norm = self.head_norm.weights()
         if self.positions is PositionKind.RELATIVE:
-            specs.relative_bias = WeightSpec(
-                shape=(self.num_buckets, N),
-                dims=("relative_buckets", "heads"),
-                initializer=Normal(0.02),
-            )
+            specs.relative_bias = bias_spec(self.num_buckets, N)
         if isinstance(self.positions, RelativePositions):
             specs.relative = self.positions.weights(M, N, D)
         if self.sink is Sink.LEARNED:
@@ -199,6 +169,7 @@ class MultiHeadAttention(Layer):
         segment_positions: tf.Tensor | None = None,
         memory: tf.Tensor | None = None,
         memory_segment_ids: tf.Tensor | None = None,
+        relative_bias: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Attends from every token to the tokens that it may see.
 
@@ -212,6 +183,7 @@ class MultiHeadAttention(Layer):
             default, which rotary positions turn alike where segments are adjacent.
           memory: [B, T, M], what to attend to; None: `x` itself.
           memory_segment_ids: int32 [B, T], segments of the memory.
+          relative_bias: [num_buckets, N], for `PositionKind.SHARED`.
 
         Returns:
           [B, S, M] in the activation dtype.
@@ -220,7 +192,8 @@ class MultiHeadAttention(Layer):
           ValueError: the last dim of `x` or `memory` is not M; paddings, segment ids or
             positions do not fit; a mask or positions for a memory; segment ids of only
             `x` or the memory, or without the positions that the mask reads; a split
-            sequence that cannot be attended to as the plan says.
+            sequence that cannot be attended to as the plan says; a bias that layers
+            share, if and only if positions are not SHARED.
         """
         if memory is None:
             memory_segment_ids = segment_ids
@@ -234,7 +207,12 @@ class MultiHeadAttention(Layer):
         keys = x if memory is None else memory
         check_rows(ctx, x, segment_ids=segment_ids, segment_positions=segment_positions)
         check_rows(ctx, keys, paddings=paddings, memory_segment_ids=memory_segment_ids)
-        q, k, v = self._project(ctx, theta, x, memory)
+        project = self._projections.project
+        if memory is None:
+            q, k, v = project(ctx, theta, x, "qkv")
+        else:
+            (q,) = project(ctx, theta, x, "q")
+            k, v = project(ctx, theta, memory, "kv")
         if self.positions is PositionKind.ROTARY:
             turned = segment_positions
             if turned is None:
@@ -247,7 +225,8 @@ class MultiHeadAttention(Layer):
             _tokens(k, memory_segment_ids, positions),
             paddings=paddings,
         )
-        return self._attend(ctx, theta, q, k, v, logits)
+        learned = self._learned(ctx, theta, relative_bias)
+        return self._attend(ctx, theta, q, k, v, logits, learned)
 
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of two S x S products; masked elements count too, as is usual.
@@ -270,7 +249,7 @@ class MultiHeadAttention(Layer):
         Returns:
           `key` and `value`: zeros [B, T, K, D] in the activation dtype.
         """
-        heads = self._heads_of("k")
+        heads = self._projections.of("k")
         shape = [batch, length, heads.count, self.head_dim]
         zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), heads.dims)
         return NestedMap(key=zeros, value=zeros)
@@ -280,7 +259,7 @@ class MultiHeadAttention(Layer):
     ) -> NestedMap:
         """The cache of a `memory` [B, T, M]: keys and values, each [B, T, K, D]."""
         self._check_crosses(ctx)
-        key, value = self._heads(ctx, theta, memory, "kv")
+        key, value = self._projections.project(ctx, theta, memory, "kv")
         return NestedMap(key=key, value=value)
 
     def step(
@@ -293,6 +272,7 @@ class MultiHeadAttention(Layer):
         *,
         paddings: tf.Tensor | None = None,
         segment_positions: tf.Tensor | None = None,
+        relative_bias: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """`fprop` of one more token: attends to the tokens before it and to itself.
 
@@ -307,11 +287,12 @@ class MultiHeadAttention(Layer):
           paddings: [B, T], 1 at tokens of the cache that no query may see.
           segment_positions: int32 [B, S], positions in rows that begin with padding;
             the index by default.
+          relative_bias: as for `fprop`.
 
         Returns:
           [B, S, M] in the activation dtype, and the cache with S positions more.
         """
-        q, k, v = self._project(ctx, theta, x, None)
+        q, k, v = self._projections.project(ctx, theta, x, "qkv")
         length = x.shape[1]
         index = (tf.range(length) + position)[None]
         if segment_positions is None:
@@ -319,10 +300,10 @@ class MultiHeadAttention(Layer):
         if self.positions is PositionKind.ROTARY:
             q = self._rotate(q, segment_positions)
             k = self._rotate(k, segment_positions)
-        start = tf.stack([0, position, 0, 0])
+        start, dims = tf.stack([0, position, 0, 0]), self._projections.of("k").dims
         cache = cache.map(
             lambda kept, new: ctx.split(
-                xla.dynamic_update_slice(kept, new, start), self._heads_of("k").dims
+                xla.dynamic_update_slice(kept, new, start), dims
             ),
             NestedMap(key=k, value=v),
         )
@@ -342,7 +323,9 @@ class MultiHeadAttention(Layer):
             paddings=paddings,
             offset=-position,
         )
-        return self._attend(ctx, theta, q, k, v, logits, is_step=True), cache
+        learned = self._learned(ctx, theta, relative_bias)
+        out = self._attend(ctx, theta, q, k, v, logits, learned, is_step=True)
+        return out, cache
 
     def attend_memory(
         self,
@@ -364,11 +347,12 @@ class MultiHeadAttention(Layer):
         Returns:
           [B, S, M] in the activation dtype.
         """
-        (q,) = self._heads(ctx, theta, x, "q")
+        (q,) = self._projections.project(ctx, theta, x, "q")
         logits = self._logits(
             ctx, _tokens(q), _tokens(cache.key), paddings=memory_paddings
         )
-        return self._attend(ctx, theta, q, cache.key, cache.value, logits, is_step=True)
+        k, v, learned = cache.key, cache.value, self._learned(ctx, theta)
+        return self._attend(ctx, theta, q, k, v, logits, learned, is_step=True)
 
     def _check_crosses(self, ctx: Context) -> None:
         if self.mask is not MaskKind.FULL or self.positions is not PositionKind.NONE:
@@ -395,49 +379,16 @@ class MultiHeadAttention(Layer):
             heads, positions, base=self.rotary_base, scaling=self.rotary_scaling
         )
 
-    def _heads_of(self, letter: str) -> _Heads:
-        """The heads of queries, keys or values, by the first letter."""
-        if letter == "q" or self.kv_heads == self.num_heads:
-            return _Heads(count=self.num_heads, dims=BSND)
-        return _Heads(count=self.kv_heads, dims=BTKD)
-
-    def _project(self, ctx, theta, x, memory) -> list[tf.Tensor]:
-        """Queries of `x`, keys and values of `memory` or `x`.
-
-        Queries are [B, S, N, D], keys and values [B, S or T, K, D].
-        """
-        if memory is None:
-            return self._heads(ctx, theta, x, "qkv")
-        queries = self._heads(ctx, theta, x, "q")
-        return [*queries, *self._heads(ctx, theta, memory, "kv")]
-
-    def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
-        """Those of queries, keys and values whose first letters are in `which`."""
-        x = read_stream(ctx, x)
-        projected = {}
-        # Products with weights of one shape share the rows of `x`.
-        for heads in {self._heads_of(letter): None for letter in which}:
-            letters = [letter for letter in which if self._heads_of(letter) == heads]
-            shape = (self.model_dims, heads.count, self.head_dim)
-            weights = [theta[f"w_{letter}"] for letter in letters]
-            products = contract_each(ctx, x, weights, shape=shape)
-            products = [ctx.split(product, heads.dims) for product in products]
-            projected |= zip(letters, products, strict=True)
-        if self.use_bias:
-            projected = {
-                letter: add_bias(ctx, heads, theta[f"b_{letter}"])
-                for letter, heads in projected.items()
-            }
-        names = {"q": "query", "k": "key", "v": "value"}
-        projected = {k: save_name(heads, names[k]) for k, heads in projected.items()}
-        if self.qk_norm:
-            for letter in (letter for letter in "qk" if letter in projected):
-                name = f"{names[letter]}_norm"
-                with ctx.scope(name) as c:
-                    projected[letter] = self.head_norm.fprop(
-                        c, theta[name], projected[letter]
-                    )
-        return [projected[letter] for letter in which]
+    @property
+    def _projections(self) -> Projections:
+        return Projections(
+            model_dims=self.model_dims,
+            num_heads=self.num_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            use_bias=self.use_bias,
+            norm=self.head_norm if self.qk_norm else None,
+        )
 
     def _logits(self, ctx, queries: Tokens, keys: Tokens, **more) -> Logits:
         """See `Logits`, which also takes `more`."""
@@ -451,10 +402,15 @@ class MultiHeadAttention(Layer):
             **more,
         )
 
-    def _learned(self, theta: NestedMap) -> Learned:
+    def _learned(
+        self, ctx: Context, theta: NestedMap, shared_bias: tf.Tensor | None = None
+    ) -> Learned:
         N, terms = self.num_heads, {}
+        check_shared(ctx, self.positions, N, shared_bias)
         if self.positions is PositionKind.RELATIVE:
-            terms["bias"] = tf.cast(theta.relative_bias, tf.float32)
+            shared_bias = theta.relative_bias
+        if shared_bias is not None:
+            terms["bias"] = tf.cast(shared_bias, tf.float32)
         if isinstance(self.positions, RelativePositions):
             of_keys, of_values = self.positions.of_keys, self.positions.of_values
             terms["to_keys"] = of_keys(theta.relative, N, self.scale)
@@ -466,7 +422,7 @@ class MultiHeadAttention(Layer):
         return Learned(**terms)
 
     def _attend(
-        self, ctx, theta, q, k, v, logits: Logits, is_step: bool = False
+        self, ctx, theta, q, k, v, logits: Logits, learned: Learned, is_step=False
     ) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         q = q * self.scale
@@ -478,7 +434,7 @@ class MultiHeadAttention(Layer):
             q,
             k,
             v,
-            self._learned(theta),
+            learned,
             dropout=Dropout(rate=self.dropout_rate),
             block_size=self.block_size,
             kernel=self.kernel,

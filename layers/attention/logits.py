@@ -23,7 +23,7 @@ from meshwright.layers.attention.mask_rules import (
     reach_after,
     visibility,
 )
-from meshwright.layers.attention.positions import relative_bias
+from meshwright.layers.attention.relative.relative_bias import relative_bias
 from meshwright.layers.attention.relative.relative_positions import TABLE, TableRows
 from meshwright.layers.basic.entries import read
 

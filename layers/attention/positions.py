@@ -1,27 +1,34 @@
-"""Positions of tokens: rotary, relative and sinusoidal positions.
+"""Positions of tokens: rotary positions and what slows them, and sinusoids.
+
+Slower rotary positions are for contexts longer than those of the first training.
 
 Dims: B batch, S sequence, N heads, D head size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 
 import gin
 import tensorflow as tf
 
-from meshwright.layers.attention.mask_rules import MaskKind
-from meshwright.layers.attention.rotary_scaling import RotaryScaling
+from meshwright.framework.modeling.checks import Checked, bounded
 
 
 @gin.constants_from_enum
 class PositionKind(enum.Enum):
-    """How positions enter attention."""
+    """How positions enter attention.
+
+    RELATIVE: a bias by head and distance, a weight of each layer. SHARED: one of all
+    layers, which `SharedRelativeBias` gives them.
+    """
 
     NONE = "none"
     ROTARY = "rotary"
     RELATIVE = "relative"
+    SHARED = "shared"
 
 
 @gin.constants_from_enum
@@ -30,6 +37,135 @@ class InputPositions(enum.Enum):
 
     NONE = "none"
     SINUSOIDS = "sinusoids"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryScaling(Checked):
+    """Base of what changes the frequencies of rotary positions."""
+
+    def scaled(self, frequency: tf.Tensor, *, base: float) -> tf.Tensor:
+        """The frequencies to use.
+
+        Args:
+          frequency: float32 [D / 2], falling: base^(-2i/D) radians a position.
+          base: of rotary positions.
+
+        Returns:
+          float32 [D / 2].
+        """
+        raise NotImplementedError(f"{type(self).__name__}.scaled")
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated queries and keys are multiplied by, each."""
+        return 1.0
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling(RotaryScaling):
+    """Positions divided by a factor (Chen et al. 2023, section 2.3).
+
+    Args:
+      factor: how many times as long the context is.
+
+    Raises:
+      ValueError: a factor below 1.
+    """
+
+    factor: float = bounded(at_least=1)
+
+    def scaled(self, frequency: tf.Tensor, *, base: float) -> tf.Tensor:
+        del base
+        return frequency / self.factor
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RotaryScaling):
+    """Llama 3.1's: only what turns seldom within the first context is slowed.
+
+    A pair of features turns original_length * frequency / 2 pi times within the first
+    context. At `high_turns` or more its frequency stays, at `low_turns` or fewer it is
+    divided by `factor`, and in between it goes linearly from one to the other.
+
+    Args:
+      factor: what low frequencies are divided by.
+      low_turns: published as `low_freq_factor`.
+      high_turns: published as `high_freq_factor`.
+      original_length: tokens of the first training's contexts.
+
+    Raises:
+      ValueError: a field is out of range; `high_turns` not above `low_turns`.
+    """
+
+    factor: float = bounded(8.0, at_least=1)
+    low_turns: float = bounded(1.0, above=0)
+    high_turns: float = bounded(4.0, above=0)
+    original_length: int = bounded(8192, at_least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_falls("Llama3Scaling", "high_turns", "low_turns", self)
+
+    def scaled(self, frequency: tf.Tensor, *, base: float) -> tf.Tensor:
+        del base
+        turns = self.original_length * frequency / (2 * math.pi)
+        kept = (turns - self.low_turns) / (self.high_turns - self.low_turns)
+        return _mixed(frequency, self.factor, kept)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling(RotaryScaling):
+    """YaRN: low frequencies slowed, and attention sharpened (Peng et al. 2023, 3.4).
+
+    Pairs of features that turn `fast_turns` times or more within the first context keep
+    their frequency, those of `slow_turns` or fewer have it divided by `factor`; in
+    between it goes linearly in the number of the pair, from whole number to whole one.
+
+    Args:
+      factor: what low frequencies are divided by.
+      original_length: tokens of the first training's contexts.
+      fast_turns: the paper's beta.
+      slow_turns: the paper's alpha.
+      attention_factor: what rotated queries and keys are multiplied by; None: the
+        paper's 0.1 ln(factor) + 1.
+
+    Raises:
+      ValueError: a field is out of range; `fast_turns` not above `slow_turns`.
+    """
+
+    factor: float = bounded(at_least=1)
+    original_length: int = bounded(at_least=1)
+    fast_turns: float = bounded(32.0, above=0)
+    slow_turns: float = bounded(1.0, above=0)
+    attention_factor: float | None = bounded(None, above=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_falls("YarnScaling", "fast_turns", "slow_turns", self)
+
+    def scaled(self, frequency: tf.Tensor, *, base: float) -> tf.Tensor:
+        half = frequency.shape[0]
+
+        def pair(turns: float) -> float:
+            """The number, not whole, of the pair that turns so often."""
+            length = self.original_length / (2 * math.pi * turns)
+            return half * math.log(length) / math.log(base)
+
+        first = max(math.floor(pair(self.fast_turns)), 0)
+        last = min(math.ceil(pair(self.slow_turns)), 2 * half - 1)
+        # Where both are the same pair, it is the last to be kept.
+        width = max(last - first, 1e-3)
+        number = tf.range(half, dtype=tf.float32)
+        return _mixed(frequency, self.factor, 1 - (number - first) / width)
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
 
 
 def check_rotary(
@@ -109,94 +245,16 @@ def sinusoids(
     return tf.concat([tf.sin(angle), tf.cos(angle)], axis=-1)
 
 
-def relative_bucket(
-    relative: tf.Tensor,
-    *,
-    mask: MaskKind,
-    num_buckets: int = 32,
-    max_distance: int = 128,
-) -> tf.Tensor:
-    """Buckets of relative positions (Raffel et al. 2020, T5).
+def _mixed(frequency: tf.Tensor, factor: float, kept: tf.Tensor) -> tf.Tensor:
+    """Frequencies of which a part in [0, 1] is kept, and the rest divided."""
+    kept = tf.clip_by_value(kept, 0.0, 1.0)
+    return frequency * (kept + (1 - kept) / factor)
 
-    Small distances have a bucket each; larger distances share buckets that widen
-    logarithmically up to `max_distance`; all beyond it are in the last bucket.
 
-    Args:
-      relative: int32, key position minus query position.
-      mask: FULL gives later keys the upper half of the buckets; CAUSAL has no use for
-        them and puts them in bucket 0.
-      num_buckets: how many buckets there are.
-      max_distance: all distances from here on share one bucket.
-
-    Returns:
-      int32 of the shape of `relative`, in [0, num_buckets).
-
-    Raises:
-      ValueError: no distance has its own bucket, or all up to `max_distance` have.
-    """
-    if mask is MaskKind.FULL:
-        num_buckets //= 2
-        start = tf.where(relative > 0, num_buckets, 0)
-        distance = tf.abs(relative)
-    else:
-        start = tf.zeros_like(relative)
-        distance = tf.maximum(-relative, 0)
-    exact = num_buckets // 2
-    if not 0 < exact < max_distance:
+def _check_falls(name: str, above: str, below: str, config: RotaryScaling) -> None:
+    high, low = getattr(config, above), getattr(config, below)
+    if high <= low:
         raise ValueError(
-            f"relative positions: distances below {exact} get a bucket each; that must "
-            f"be 1 or more and below max_distance, which is {max_distance}: change "
-            "num_buckets or max_distance"
+            f"{name}.{above} is {high}, but must be above {name}.{below}, which is "
+            f"{low}: raise it"
         )
-    # Never the logarithm of 0, not even in the branch that is not taken.
-    ratio = tf.cast(tf.maximum(distance, exact), tf.float32) / exact
-    fraction = tf.math.log(ratio) / math.log(max_distance / exact)
-    wide = exact + tf.cast(fraction * (num_buckets - exact), tf.int32)
-    wide = tf.minimum(wide, num_buckets - 1)
-    return start + tf.where(distance < exact, distance, wide)
-
-
-def relative_bias(
-    weight: tf.Tensor,
-    queries: int,
-    keys: int,
-    *,
-    mask: MaskKind,
-    max_distance: int = 128,
-    offset: int | tf.Tensor = 0,
-    stride: int = 1,
-) -> tf.Tensor:
-    """A bias for each head and pair of tokens, by the bucket of their distance.
-
-    Distances are those of indices: inside a packed segment, whose tokens are adjacent,
-    they are distances of positions too.
-
-    Args:
-      weight: [..., num_buckets, N].
-      queries: S.
-      keys: T.
-      mask: as in `relative_bucket`.
-      max_distance: as in `relative_bucket`.
-      offset: the position of the first key minus that of the first query.
-      stride: the position of a key, or query, minus that of the one before it.
-
-    Returns:
-      [..., N, S, T], query before key, in the dtype of `weight`.
-    """
-    *lead, num_buckets, heads = weight.shape
-    length = queries + keys
-    # Entry k of a row of S + T is for distance k, or k - (S + T) after the first T.
-    entry = tf.range(length)
-    bucket = relative_bucket(
-        tf.where(entry < keys, entry, entry - length) * stride + offset,
-        mask=mask,
-        num_buckets=num_buckets,
-        max_distance=max_distance,
-    )
-    one_hot = tf.one_hot(bucket, num_buckets, dtype=weight.dtype)
-    row = tf.matmul(weight, one_hot, transpose_a=True, transpose_b=True)
-    # Copies of the row end to end, read with a stride one short: each query's row is
-    # the previous row shifted by one. A gather's gradient would be a scatter of S*T.
-    rows = tf.broadcast_to(row[..., None, :], [*lead, heads, queries, length])
-    ends = tf.reshape(rows, [*lead, heads, -1])[..., : queries * (length - 1)]
-    return tf.reshape(ends, [*lead, heads, queries, length - 1])[..., :keys]

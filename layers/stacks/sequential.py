@@ -1,12 +1,14 @@
 """Several layers in a row as a single layer, such as a dense layer and a mixture.
 
+And the layers of any stack, one by one.
+
 Dims: B batch, S sequence, M model, K layers that are mixtures of experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import gin
 import tensorflow as tf
@@ -14,6 +16,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.experts.moe import MoE, x_and_aux
+from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.transformer import TransformerLayer
 
 
@@ -127,3 +130,19 @@ class Sequential(Layer):
     def named(self) -> list[tuple[str, TransformerLayer]]:
         """The layers, with the names of their weights and caches."""
         return [(f"layer_{i}", layer) for i, layer in enumerate(self.layers)]
+
+
+def each_layer(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
+    """The layers of a stack and the fields that lead to them; `path` leads to it.
+
+    What is around a stack, such as a `Pipeline`, has it in a field `stack`.
+    """
+    if isinstance(getattr(layer, "stack", None), Layer):
+        yield from each_layer(layer.stack, f"{path}.stack")
+    elif isinstance(layer, Repeat):
+        yield from each_layer(layer.body, f"{path}.body")
+    elif isinstance(layer, Sequential):
+        for i, each in enumerate(layer.layers):
+            yield from each_layer(each, f"{path}.layers[{i}]")
+    else:
+        yield path, layer

@@ -27,7 +27,8 @@ from meshwright.layers.attention.mask_rules import (
 )
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.sequential import Sequential
+from meshwright.layers.stacks.sequential import Sequential, each_layer
+from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
@@ -256,22 +257,9 @@ class LanguageModel(TextTask):
         return global_batch * self.text.sequence_length
 
 
-def _each_layer(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
-    """The layers of a stack and the fields that lead to them; `path` leads to it."""
-    if isinstance(layer, Pipeline):
-        yield from _each_layer(layer.stack, f"{path}.stack")
-    elif isinstance(layer, Repeat):
-        yield from _each_layer(layer.body, f"{path}.body")
-    elif isinstance(layer, Sequential):
-        for i, each in enumerate(layer.layers):
-            yield from _each_layer(each, f"{path}.layers[{i}]")
-    else:
-        yield path, layer
-
-
 def _masks(stack: Layer, path: str) -> Iterator[tuple[str, MaskRule]]:
     """The rule of each layer's attention, and the fields that lead to it."""
-    for name, layer in _each_layer(stack, path):
+    for name, layer in each_layer(stack, path):
         mask = getattr(getattr(layer, "attention", None), "mask", None)
         if isinstance(mask, MaskKind | MaskRule):
             yield f"{name}.attention.mask", rule_of(mask)
@@ -279,7 +267,7 @@ def _masks(stack: Layer, path: str) -> Iterator[tuple[str, MaskRule]]:
 
 def _check_steps(stack: Layer, path: str) -> None:
     """Refuses a stack with a layer that cannot decode token by token."""
-    for name, layer in _each_layer(stack, path):
+    for name, layer in each_layer(stack, path):
         if not (hasattr(layer, "step") and hasattr(layer, "init_cache")):
             raise ValueError(
                 f"{name} is {type(layer).__name__}, which cannot decode token by "
@@ -290,7 +278,7 @@ def _check_steps(stack: Layer, path: str) -> None:
 
 def _row_dims(layer: Layer, cache: NestedMap, dim: int) -> NestedMap:
     """The dim of rows of each tensor in a layer's cache, behind `dim` stacked ones."""
-    if isinstance(layer, Pipeline):
+    if isinstance(layer, Pipeline | SharedRelativeBias):
         return _row_dims(layer.stack, cache, dim)
     if isinstance(layer, Repeat):
         return _row_dims(layer.body, cache, dim + 1)

@@ -15,9 +15,8 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind
-from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.positions import PositionKind, YarnScaling
 from meshwright.layers.attention.relative.relative_attention import RelativeAttention
-from meshwright.layers.attention.rotary_scaling import YarnScaling
 from meshwright.layers.basic.embedding import (
     Lookup,
     Softmax,
@@ -87,7 +86,11 @@ LAYERS = {
     "relative_attention": RelativeAttention(
         model_dims=M, num_heads=2, head_dim=6, dropout_rate=0.2
     ),
-    **{f"attention_{p.value}": attention(positions=p) for p in PositionKind},
+    **{
+        f"attention_{p.value}": attention(positions=p)
+        for p in PositionKind
+        if p is not PositionKind.SHARED  # It is of a stack.
+    },
     "attention_bias": attention(use_bias=True, mask=MaskKind.FULL),
     **{f"feed_forward_{a.value}": feed_forward(a) for a in Activation},
     "feed_forward_bias": FeedForward(model_dims=M, hidden_dims=10, use_bias=True),

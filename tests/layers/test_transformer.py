@@ -13,8 +13,7 @@ from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.rotary_scaling import YarnScaling
+from meshwright.layers.attention.positions import PositionKind, YarnScaling
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.basic.normalization import RMSNorm

@@ -11,8 +11,7 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind
-from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.rotary_scaling import LinearScaling
+from meshwright.layers.attention.positions import LinearScaling, PositionKind
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 B, S, M, N, D = 2, 12, 6, 2, 4
@@ -32,8 +31,15 @@ def inputs(B: int = B, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal([B, S, M]).astype(np.float32)
 
 
+def from_outside(layer) -> dict:
+    """What the layer is given besides its input."""
+    if layer.positions is not PositionKind.SHARED:
+        return {}
+    return {"relative_bias": np.random.default_rng(2).standard_normal([32, N])}
+
+
 def run(layer, theta, x, ctx=None, **kwargs) -> np.ndarray:
-    kwargs = {k: tf.constant(v) for k, v in kwargs.items()}
+    kwargs = {k: tf.constant(v) for k, v in (from_outside(layer) | kwargs).items()}
     return layer.fprop(ctx or Context(), theta, tf.constant(x), **kwargs).numpy()
 
 

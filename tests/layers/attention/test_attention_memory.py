@@ -7,7 +7,16 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.layers.attention.mask_rules import MaskKind
 from meshwright.layers.attention.positions import PositionKind
-from tests.layers.attention.test_attention import B, D, M, S, attention, inputs, run
+from tests.layers.attention.test_attention import (
+    B,
+    D,
+    M,
+    S,
+    attention,
+    from_outside,
+    inputs,
+    run,
+)
 
 T = 7
 
@@ -73,7 +82,9 @@ def test_token_by_token_equals_the_whole_sequence(positions, use_bias):
         cache, out = layer.init_cache(Context(), B, S), []
         for t in range(S):
             position = tf.constant(t)
-            y, cache = layer.step(Context(), theta, x[:, t : t + 1], cache, position)
+            token = x[:, t : t + 1]
+            more = from_outside(layer)
+            y, cache = layer.step(Context(), theta, token, cache, position, **more)
             out.append(y)
         return tf.concat(out, axis=1)
 

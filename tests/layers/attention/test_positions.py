@@ -8,11 +8,10 @@ import pytest
 import tensorflow as tf
 
 from meshwright.layers.attention.mask_rules import MaskKind
-from meshwright.layers.attention.positions import (
+from meshwright.layers.attention.positions import rotate, sinusoids
+from meshwright.layers.attention.relative.relative_bias import (
     relative_bias,
     relative_bucket,
-    rotate,
-    sinusoids,
 )
 
 DATA = pathlib.Path(__file__).parents[2] / "data"

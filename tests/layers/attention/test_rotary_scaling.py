@@ -9,12 +9,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.layers.attention.attention import MultiHeadAttention
-from meshwright.layers.attention.positions import PositionKind, rotate
-from meshwright.layers.attention.rotary_scaling import (
+from meshwright.layers.attention.positions import (
     LinearScaling,
     Llama3Scaling,
+    PositionKind,
     RotaryScaling,
     YarnScaling,
+    rotate,
 )
 from meshwright.layers.basic.normalization import RMSNorm
 

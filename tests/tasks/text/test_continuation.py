@@ -25,6 +25,7 @@ from meshwright.layers.experts.gatings import Hash, Top2
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
+from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 from meshwright.layers.transformer import Order, transformer_layer
 from meshwright.tasks.text.continuation import Continuation
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
@@ -50,6 +51,7 @@ def experts(gating):
 MODELS = {
     "rotary": {"num_kv_heads": 2, "qk_norm": True},
     "relative": {"positions": PositionKind.RELATIVE, "mask": NearMask(left=3, right=0)},
+    "shared bias": {"positions": PositionKind.SHARED, "block_size": 3},
     "prefix": {"mask": PrefixMask(length=2)},
     "blocks": {"block_size": 3},
     "parallel": {"order": Order.PARALLEL},
@@ -73,14 +75,19 @@ def model(name="rotary"):
     if "feed_forward" in kwargs:
         del kwargs["hidden_dims"]
     layer = transformer_layer(**SIZES, **kwargs)
-    body = Sequential(layers=(transformer_layer(**SIZES, hidden_dims=8), layer))
+    is_shared = kwargs.get("positions") is PositionKind.SHARED
+    first = {"hidden_dims": 8} | (
+        {"positions": kwargs["positions"]} if is_shared else {}
+    )
+    body = Sequential(layers=(transformer_layer(**SIZES, **first), layer))
+    stack = Repeat(body=body, num_layers=4)
     sines = InputPositions.SINUSOIDS if "hash" in name else InputPositions.NONE
     return LanguageModel(
         text=TextInput(sequence_length=P + N),
         embedding=TokenEmbedding(
             vocab_size=V, model_dims=M, softmax=SoftmaxKind.SHARED
         ),
-        stack=Repeat(body=body, num_layers=4),
+        stack=SharedRelativeBias(stack=stack) if is_shared else stack,
         final_norm=RMSNorm(model_dims=M),
         input_positions=sines,
     )

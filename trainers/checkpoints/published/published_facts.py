@@ -17,6 +17,7 @@ from meshwright.layers.basic.normalization import RMSNorm
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
+from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 from meshwright.layers.transformer import TransformerLayer
 from meshwright.tasks.task import Task
 from meshwright.tasks.text.language_model import LanguageModel
@@ -113,6 +114,8 @@ def _placed(stack: Any, path: str) -> list[PlacedLayer]:
             for i in range(in_a_row)
         ]
         return [_at(each, index) for index in indices for each in body]
+    if isinstance(stack, SharedRelativeBias):
+        return _placed(stack.stack, f"{path}.stack")
     if isinstance(stack, Repeat):
         body = _placed(stack.body, path)
         return [_at(each, (i,)) for i in range(stack.count) for each in body]

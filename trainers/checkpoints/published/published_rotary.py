@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.layers.attention.attention import MultiHeadAttention
-from meshwright.layers.attention.rotary_scaling import (
+from meshwright.layers.attention.positions import (
     LinearScaling,
     Llama3Scaling,
     RotaryScaling,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.layers.attention.rotary_scaling import YarnScaling
+from meshwright.layers.attention.positions import YarnScaling
 from meshwright.trainers.checkpoints.published.published_facts import Model
 from meshwright.trainers.checkpoints.published.published_families import FAMILIES
 from tests.trainers.checkpoints.published.published_cases import (
