@@ -365,6 +365,23 @@ def _misfit_of_pipeline(
     return None
 
 
+def configured(experiment: Experiment) -> Candidate:
+    """The experiment as it is; of several stacks with the first one's recomputation."""
+    counts = [p.num_microbatches for p in pipelines(experiment.task).values()]
+    policy = None
+    if stacks := repeats(experiment.task):
+        saved = tuple(stacks[0].saved_names)
+        policy = Policy(recompute=stacks[0].recompute, saved_names=saved)
+    plan = experiment.plan
+    return Candidate(
+        mesh=tuple(plan.mesh_shape),
+        plan=NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=plan),
+        policy=policy,
+        batch=experiment.global_batch,
+        microbatches=counts[0] if counts else None,
+    )
+
+
 def is_configured(experiment: Experiment, candidate: Candidate) -> bool:
     """Whether a candidate is the user's configuration."""
     stacks = repeats(experiment.task)

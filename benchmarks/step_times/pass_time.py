@@ -1,6 +1,7 @@
 """How often programs are parsed, completed and lowered before XLA compiles them.
 
-    python benchmarks/pass_time.py [--programs=plain,updates,typed,unet] [--rounds=3]
+    python benchmarks/step_times/pass_time.py [--programs=plain,updates,typed,unet]
+        [--rounds=3]
 
 Compiles the trainer's step of four experiments for eight virtual CPU devices: the
 default job, `lm/stdlib_tiny.gin` ("plain"); its Transformer under data parallelism,

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks import pass_time
-from benchmarks.pass_time import Compile
+from benchmarks.step_times import pass_time
+from benchmarks.step_times.pass_time import Compile
 from meshwright.trainers.cli import build_experiment
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "pass_time.py"

@@ -1,6 +1,6 @@
 """What propagation alone says of the papers' plans, beside what the compiler says.
 
-    python benchmarks/papers/propagated_rows.py [--table=2 --table=3]
+    python -m benchmarks.search.propagated_rows [--table=2 --table=3]
 
 The second sieve of a search prices plans without compiling them
 (docs/reference/planning.md, Search). Here it prices those of GSPMD's tables; the
@@ -16,36 +16,15 @@ import time
 
 from absl import app, flags
 
+from benchmarks.search.found_rows import SLICES
 from meshwright.framework.devices.topology import topology
 from meshwright.trainers.cli import build_experiment
-from meshwright.trainers.experiment.stacks import pipelines, repeats
 from meshwright.trainers.planning.search.found.found_plans import PlanFinder
 from meshwright.trainers.planning.search.found.propagated import propagated
-from meshwright.trainers.planning.search.search_space import (
-    AS_CONFIGURED,
-    Candidate,
-    NamedPlan,
-    Policy,
-)
+from meshwright.trainers.planning.search.search_space import configured
 
 TABLE = flags.DEFINE_multi_enum("table", ["2", "3"], ["2", "3", "4", "7"], "Tables.")
 KEPT = pathlib.Path(__file__).parents[2] / "tests" / "data" / "paper_rows.json"
-SLICES = {32: "4x4", 64: "4x8", 128: "8x8", 256: "8x16", 512: "16x16", 2048: "32x32"}
-
-
-def candidate_of(experiment) -> Candidate:
-    """The experiment as it is configured."""
-    stacks = repeats(experiment.task)
-    counts = [p.num_microbatches for p in pipelines(experiment.task).values()]
-    return Candidate(
-        mesh=tuple(experiment.plan.mesh_shape),
-        plan=NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=experiment.plan),
-        policy=Policy(
-            recompute=stacks[0].recompute, saved_names=tuple(stacks[0].saved_names)
-        ),
-        batch=experiment.global_batch,
-        microbatches=counts[0] if counts else None,
-    )
 
 
 def main(_) -> None:
@@ -57,7 +36,7 @@ def main(_) -> None:
             continue
         file = f"paper/table{row['table']}_{row['row']}.gin"
         experiment, _ = build_experiment([file], [])
-        candidate = candidate_of(experiment)
+        candidate = configured(experiment)
         torus = topology(f"v3:{SLICES[experiment.plan.mesh.size]}")
         begun = time.process_time()
         finder = PlanFinder(experiment, [candidate], torus, known={})
