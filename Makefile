@@ -10,12 +10,16 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
+MODEL_GARDEN := tf-models-official==2.20.0
 
-.PHONY: install train lint test test-all cases test-slow matrix fuzz golden constraints clean
+.PHONY: install train lint test test-all cases test-slow matrix fuzz golden docs reference \
+  constraints clean
 
 install: $(INSTALLED)
 
 # pip and setuptools are pinned too, so no build environment is fetched on the side.
+# The Model Garden comes without what it asks for, 1 GB for pictures and datasets: its
+# layers of language models, which tests train, need none of it.
 # Bytecode is made here, in 20 s on two cores: where PYTHONDONTWRITEBYTECODE is set, as in
 # many containers, every process would compile TensorFlow anew, which takes 6 s.
 # The warning is setuptools' word to the wise on every editable install.
@@ -28,7 +32,8 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
 	PYTHONWARNINGS='ignore:Editable installation' \
 	  $(PIP) install --quiet --no-compile --no-build-isolation \
-	  --constraint constraints.txt --editable '.[test,plan,mt,asr,seg,safetensors,zoo]'
+	  --constraint constraints.txt --editable '.[test,docs,plan,mt,asr,seg,safetensors,zoo]'
+	$(PIP) install --quiet --no-compile --no-deps $(MODEL_GARDEN)
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # Templates do not.
 	@touch $@
 
@@ -57,7 +62,8 @@ cases: install
 test-slow: install
 	$(BIN)/python -m tests.house.in_turn -n $(WORKERS) -m slow
 
-# The operator matrix with this many cases, others for each seed; docs/operators.md.
+# The operator matrix with this many cases, others for each seed;
+# docs/internals/operators.md.
 # LAYOUTS=1 draws single operators over all axes instead.
 CASES ?= 5000
 SEED ?= $(shell date +%s)
@@ -65,13 +71,24 @@ matrix: install
 	$(BIN)/python -m tests.operators.matrix --cases=$(CASES) --seed=$(SEED) \
 	  --workers=$(WORKERS) $(if $(LAYOUTS),--layouts)
 
-# So many hostile files for each reader, others for each seed; docs/hostile_input.md.
+# So many hostile files for each reader, others for each seed;
+# docs/internals/hostile_input.md.
 fuzz: install
 	FUZZ_CASES=$(CASES) FUZZ_SEED=$(SEED) $(BIN)/pytest -n $(WORKERS) tests/fuzz
 
 # Rewrites the sharding text of every shipped config; look at the diff.
 golden: install
 	$(BIN)/python tests/golden/refresh.py
+
+# The site, which loads nothing from the network; search wants a server:
+# python -m http.server --directory build/site
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Built build/site/index.html"
+
+# Writes the pages of docs/reference that gin files and docstrings make; look at the diff.
+reference: install
+	$(BIN)/python -m tests.house.docs.reference_pages
 
 # Repins everything to the newest versions that go together, all extras included.
 # It installs nothing: run `make test-all test-slow` after it.
@@ -86,7 +103,7 @@ export PINS
 
 constraints: install
 	$(PIP) install --quiet --dry-run --ignore-installed --report - \
-	  pip setuptools '.[test,plan,mt,asr,seg,safetensors,zoo,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
+	  pip setuptools '.[test,docs,plan,mt,asr,seg,safetensors,zoo,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
 	mv .venv/pins constraints.txt
 
 clean:

@@ -48,6 +48,7 @@ setup(
     ],
     extras_require={
         "test": ["hypothesis", "pytest", "pytest-cov", "pytest-xdist", "ruff", "xprof"],
+        "docs": ["mkdocs<2", "mkdocs-material"],
         "plan": ["libtpu", "matplotlib"],
         "plan_gpu": ["jax-cuda12-plugin>=0.10.2,<0.12"],
         "mt": ["polib", "sacrebleu", "sentencepiece"],

@@ -9,7 +9,8 @@ last tenth), the loss of held-out text, BLEU and chrF, means over languages, the
 by language. All runs are in one folder for TensorBoard; complete runs are read again,
 others go on where they stopped.
 
-It needs iso-codes (docs/translation.md). A run of 600 steps takes 5 minutes on 2 cores.
+It needs iso-codes (docs/jobs/translation.md). A run of 600 steps takes 5 minutes on
+2 cores.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
       [--bindings="MESH_SHAPE = (2, 4)"]
 
 Compiles the trainer's step of each config for eight virtual CPU devices, with the
-table of faults (`docs/operators.md`) and with an empty one, under both partitioners.
+table of faults (`docs/internals/operators.md`) and with an empty one, under both
+partitioners.
 Where the optimized HLO has the same instructions, but for metadata, numbers and order
 in the text, the time of a step is the same too. Bytes are those that a device receives
 in all collectives, each counted once.

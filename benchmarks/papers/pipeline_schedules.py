@@ -8,8 +8,9 @@ The pipelined Transformer of GSPMD's Table 4, smaller batches, with 8 stages: GP
 schedule and the circular one, gradients of weights in the backward loop or after it
 (`Pipeline.deferred_gradients`). "idle" is the bubbles' part of the time that the stages
 take, "formula" that part if forward, input gradients and weight gradients took equally
-long. Times are estimated for the compiled programs (docs/planning.md); nothing is run.
-Below are formulas of schedules that other frameworks have (DeepSeek-V3, Table 2).
+long. Times are estimated for the compiled programs (docs/reference/planning.md);
+nothing is run. Below are formulas of schedules that other frameworks have
+(DeepSeek-V3, Table 2).
 """
 
 from __future__ import annotations

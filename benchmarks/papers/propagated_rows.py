@@ -2,9 +2,10 @@
 
     python benchmarks/papers/propagated_rows.py [--table=2 --table=3]
 
-The second sieve of a search prices plans without compiling them (docs/planning.md,
-Search). Here it prices those of GSPMD's tables; the compiled estimates are those that
-tests/data/paper_rows.json keeps. Seconds are of one core.
+The second sieve of a search prices plans without compiling them
+(docs/reference/planning.md, Search). Here it prices those of GSPMD's tables; the
+compiled estimates are those that tests/data/paper_rows.json keeps. Seconds are of one
+core.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/papers/scheduled_ops.py [--table=3] [--rows=16x4]
 
 For each kind of op, in seconds of a step: `estimated` are the cycles that step times
-are made of (docs/planning.md); `scheduled` the instruction bundles of the op's code, a
-cycle each, times the windows that it goes through; `memory` the bytes of its operands
-and results, padded, at the bandwidth that libtpu counts for a sum in float32. Windows
-are loaded and stored while others are computed, so an op takes the longer of the last
-two, `overlapped`, or more where code waits.
+are made of (docs/reference/planning.md); `scheduled` the instruction bundles of the
+op's code, a cycle each, times the windows that it goes through; `memory` the bytes of
+its operands and results, padded, at the bandwidth that libtpu counts for a sum in
+float32. Windows are loaded and stored while others are computed, so an op takes the
+longer of the last two, `overlapped`, or more where code waits.
 
 Equal ops share code, and only ops whose own code was found are counted. The compiler
 writes some 100 MB of code as text, which takes twice the time of a compilation.

@@ -7,7 +7,7 @@ Compiles the trainer's step of `lm/stdlib_tiny.gin` for virtual CPU devices, in 
 settings of `step_time.py`. Seconds are CPU seconds of all threads, medians over rounds,
 each in a new process: from tracing to the compiled program, and of these the seconds of
 propagating shardings, checking the operations that the table of faults names, and
-deciding on their layouts (`docs/operators.md`). Not counted are numbering the
+deciding on their layouts (`docs/internals/operators.md`). Not counted are numbering the
 operations and writing the decisions, which take a tenth of that, nor XLA's time for the
 constraints so added.
 """

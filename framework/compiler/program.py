@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import tensorflow as tf
@@ -300,13 +300,36 @@ class TracedProgram:
         return put_on_mesh(self.written, self.target).export(platforms)
 
 
+class FunctionOptions(TypedDict, total=False):
+    """Keyword arguments of `meshwright.function`, which `trace_program` describes."""
+
+    partitioner: Partitioner
+    update_sharding: UpdateSharding | None
+    strict: bool
+    check_types: bool
+    devices: Sequence[jax.Device] | None
+    in_child: bool
+
+
+class TraceOptions(FunctionOptions, total=False):
+    """Keyword arguments of `trace_program`, which describes them."""
+
+    in_shardings: Sequence[Any] | None
+    out_shardings: Any
+    donate: Sequence[int]
+    name: str | None
+    carried: int
+    variables: Sequence[tf.Variable]
+    unreduced_gradient_axes: Sequence[str]
+
+
 def compile_program(
     fn: Callable[..., Any],
     args: Iterable[Any],
     mesh: DeviceMesh,
     *,
     compiler_options: Mapping[str, Any] | None = None,
-    **how: Any,
+    **options: Unpack[TraceOptions],
 ) -> Program:
     """Partitions a pure TF function over a mesh and compiles it.
 
@@ -315,7 +338,7 @@ def compile_program(
       args: for each argument a nest of `tf.TensorSpec`, with logical shapes.
       mesh: the device mesh.
       compiler_options: XLA's own, by flag name, for this program.
-      **how: see `trace_program`.
+      **options: see `trace_program`.
 
     Raises:
       LoweringError: see `lower`; an annotation would be dropped on this mesh; XLA would
@@ -324,7 +347,7 @@ def compile_program(
       ValueError: the mesh has more devices than exist; structures, ranks or meshes do
         not agree; an argument to donate is not there.
     """
-    return trace_program(fn, args, mesh, **how).compile(compiler_options)
+    return trace_program(fn, args, mesh, **options).compile(compiler_options)
 
 
 def trace_program(

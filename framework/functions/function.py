@@ -7,7 +7,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from tensorflow.python.util import nest
 from meshwright.framework.compiler.lowering.captures import captured_as
 from meshwright.framework.compiler.lowering.errors import LoweringError, no_elements
 from meshwright.framework.compiler.program import (
+    FunctionOptions,
     Program,
     trace_program,
     tracing_for_devices,
@@ -55,14 +56,7 @@ from meshwright.framework.functions.traced import (
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-_OPTIONS = (
-    "partitioner",
-    "update_sharding",
-    "strict",
-    "check_types",
-    "devices",
-    "in_child",
-)
+_OPTIONS = tuple(FunctionOptions.__annotations__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -350,7 +344,7 @@ def function(
     *,
     layout: Mapping[str, Sequence[Any]] | Layout | None = None,
     name: str | None = None,
-    **options: Any,
+    **options: Unpack[FunctionOptions],
 ) -> Any:
     """Runs a TF function on a mesh, as `tf.function(jit_compile=True)` on one device.
 

@@ -10,10 +10,11 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import tensorflow as tf
 
+from meshwright.framework.compiler.program import FunctionOptions
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -161,7 +162,7 @@ def distribute(
     *,
     data_axes: Sequence[str] | None = None,
     weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO,
-    **options: Any,
+    **options: Unpack[FunctionOptions],
 ) -> Any:
     """Has a Keras model train, evaluate and predict on a mesh.
 
@@ -185,7 +186,7 @@ def distribute(
         the activations' "batch".
       weight_update_sharding: "auto", "off" or "all": which weight updates, that the
         data axes would repeat, are divided among the devices, with the optimizer state
-        that goes with them; see docs/weight_updates.md.
+        that goes with them; see docs/explanations/weight_updates.md.
       **options: of `meshwright.function`, but for `update_sharding`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""docs/code.md names files that exist, in the order in which their code runs."""
+"""docs/internals/code.md names files that exist, in the order in which they run."""
 
 import ast
 import pathlib
@@ -14,7 +14,7 @@ from meshwright.framework.sharding.sharding import Sharding
 from tests.framework.compiler.programs import MESH
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "code.md").read_text()
+PAGE = (ROOT / "docs" / "internals" / "code.md").read_text()
 
 
 def named(section: str) -> list[str]:

@@ -13,14 +13,22 @@ from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from tests.house import snippets
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+# A snippet, and what it prints if that follows as text, after a sentence or none.
+SNIPPET = r"```python\n(.*?)```\n(?:\n[^`#|\n]+\n)?(?:\n```text\n(.*?)```)?"
 
 
 def blocks():
     for page in PAGES:
-        matches = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        for i, block in enumerate(matches):
-            yield pytest.param(block, id=f"{page.name}-{i}")
+        matches = re.findall(SNIPPET, page.read_text(), re.DOTALL)
+        for i, (block, printed) in enumerate(matches):
+            yield pytest.param(block, printed, id=f"{page.relative_to(ROOT)}-{i}")
 
 
 def commands(pattern):
@@ -42,8 +50,8 @@ def processes_of(code):
     return [f"import sys; sys.argv[1:] = ['{n}']\n{code}" for n in range(2)]
 
 
-@pytest.mark.parametrize("code", list(blocks()))
-def test_python_snippet_runs(code, tmp_path):
+@pytest.mark.parametrize(("code", "printed"), list(blocks()))
+def test_python_snippet_runs(code, printed, tmp_path):
     # A process of its own: snippets choose their platform first thing.
     codes = processes_of(code)
     folders = [tmp_path / str(number) for number in range(len(codes))]
@@ -53,6 +61,7 @@ def test_python_snippet_runs(code, tmp_path):
         for status, out, errors in pool.map(snippets.run, codes, folders):
             assert status == 0, errors
             assert out.strip(), "a snippet should show something"
+            assert printed in ("", out)
 
 
 def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):
@@ -101,8 +110,10 @@ def test_command_builds(command, monkeypatch):
 @pytest.mark.parametrize("command", list(commands(r"make ")))
 def test_make_target_exists(command):
     makefile = (ROOT / "Makefile").read_text()
-    for target in command.split()[1:]:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for word in command.split()[1:]:
+        name, is_variable, _ = word.partition("=")
+        written = rf"^{name} \?=" if is_variable else f"^{name}:"
+        assert re.search(written, makefile, re.MULTILINE), word
 
 
 def test_files_that_the_docs_link_to_exist():
@@ -113,6 +124,20 @@ def test_files_that_the_docs_link_to_exist():
                 target = page.parent / path if path else page
                 assert target.exists(), (page.name, link)
                 assert not anchor or anchor in anchors(target), (page.name, link)
+
+
+def test_the_first_page_leads_to_every_page():
+    def linked(page):
+        links = re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+        return {(page.parent / link).resolve() for link in links}
+
+    home = ROOT / "docs" / "README.md"
+    indexes = [page for page in linked(home) if page.name == "README.md"]
+    found = set().union(linked(home), *map(linked, indexes))
+    assert {page for page in PAGES if page.is_relative_to(home.parent)} <= {
+        home,
+        *found,
+    }
 
 
 def anchors(page):

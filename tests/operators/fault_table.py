@@ -1,4 +1,4 @@
-"""The tables of docs/operators.md that show the tables of faults and of workarounds.
+"""The tables of faults and of workarounds in docs/internals/operators.md.
 
 Run, it rewrites them: python -m tests.operators.fault_table
 """
@@ -23,7 +23,7 @@ from tests.operators.judging.cases import Case, compiled
 from tests.operators.judging.printed import case_of
 from tests.operators.known_failures import OF_FAULTS, KnownFailure
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "operators.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "internals" / "operators.md"
 OF = ("faults", "workarounds")
 Bytes = Mapping[str, int]
 """What repairs send to each device, by a known failure's name."""

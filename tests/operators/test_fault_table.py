@@ -1,4 +1,4 @@
-"""docs/operators.md has the tables of faults and workarounds as the compiler does."""
+"""docs/internals/operators.md has the compiler's tables of faults and workarounds."""
 
 import pytest
 

@@ -194,8 +194,8 @@ def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:
         text = (folder / DIGESTS).read_bytes().decode(errors="replace")
     except FileNotFoundError:
         return [
-            f"{DIGESTS} is missing, nothing can be verified (docs/checkpoints.md says "
-            "how to make one)"
+            f"{DIGESTS} is missing, nothing can be verified "
+            "(docs/reference/training/checkpoints.md says how to make one)"
         ]
     saved, problems = {}, []
     for number, line in enumerate(text.splitlines(), start=1):

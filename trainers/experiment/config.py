@@ -91,7 +91,7 @@ def load(
 
     The modules whose classes the bindings name must have been imported, or a file must
     `import` them: a file can only run installed modules, at import, and registered
-    classes; see docs/hostile_input.md. `include` in a file finds files as
+    classes; see docs/internals/hostile_input.md. `include` in a file finds files as
     `find_gin_file` does. The constants `%float32`, `%bfloat16` and `%float16`,
     TensorFlow's dtypes, come with the class `Experiment`.
 

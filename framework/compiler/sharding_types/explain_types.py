@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import tensorflow as tf
 from jax.extend.mlir import ir
@@ -103,8 +103,21 @@ class TypedProgram:
         return program_text(self)
 
 
+class TypesOptions(TypedDict, total=False):
+    """Keyword arguments of `explain_types`, which describes them."""
+
+    in_shardings: Sequence[Any] | None
+    out_shardings: Any
+    dim_names: Sequence[Any] | None
+    name: str | None
+    variables: Sequence[tf.Variable]
+
+
 def check_types(
-    fn: Callable[..., Any], args: Sequence[Any], mesh: DeviceMesh, **how: Any
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: DeviceMesh,
+    **options: Unpack[TypesOptions],
 ) -> TypedProgram:
     """Checks the sharding types of a TF function, without compiling it.
 
@@ -117,7 +130,7 @@ def check_types(
       fn: a function as for `compile_program`.
       args: for each argument a nest of `tf.TensorSpec`.
       mesh: the device mesh.
-      **how: see `explain_types`.
+      **options: see `explain_types`.
 
     Raises:
       ShardingTypeError: the first error; it names the op, its layer and line, the types
@@ -125,7 +138,7 @@ def check_types(
       LoweringError: see `lower`.
       ValueError: structures or ranks do not agree.
     """
-    program = explain_types(fn, args, mesh, **how)
+    program = explain_types(fn, args, mesh, **options)
     if program.errors:
         raise program.errors[0]
     return program

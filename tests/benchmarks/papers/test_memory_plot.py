@@ -39,7 +39,7 @@ def test_the_figure_of_the_docs_is_of_the_kept_rows(tmp_path):
     subprocess.run([*command, f"--plot_out={out}"], check=True)
     texts = [
         re.findall(r"<text [^>]*>([^<]*)</text>", file.read_text())
-        for file in (out, ROOT / "docs" / "figure12.svg")
+        for file in (out, ROOT / "docs" / "images" / "figure12.svg")
     ]
     assert texts[0] == texts[1] and "sharded" in texts[0]
 
@@ -50,7 +50,7 @@ def test_no_rows_no_figure():
 
 
 def test_the_table_of_the_docs_has_the_kept_peaks():
-    text = (ROOT / "docs" / "weight_updates.md").read_text()
+    text = (ROOT / "docs" / "explanations" / "weight_updates.md").read_text()
     table = text.partition("| | peak GB off | on | less |\n")[2].partition("\n\n")[0]
     cells = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()[1:]]
     assert cells[: len(models())] == [

@@ -73,11 +73,12 @@ def test_gradients_of_the_transformer_are_reduced_as_its_scripts_say():
 
 
 def update_rows_of_docs(kept):
-    """(name, step off, on, speedup, further numbers), as docs/weight_updates.md has.
+    """(name, step off, on, speedup, further numbers), as the page has.
 
-    It has the models of Table 1, and the variants that are kept.
+    docs/explanations/weight_updates.md has the models of Table 1, and the variants that
+    are kept.
     """
-    text = (SCRIPT.parents[2] / "docs" / "weight_updates.md").read_text()
+    text = (SCRIPT.parents[2] / "docs/explanations/weight_updates.md").read_text()
     text = text[text.index("--table=wus") :]
     rows = []
     for line in text[: text.index("step_times/weight_update.py")].splitlines():

@@ -1,7 +1,7 @@
-"""docs/types_rules.md: what our types and JAX's explicit mode do, as they say it.
+"""What our types and JAX's explicit mode do, as docs/explanations/types_rules.md says.
 
-DTensor's column of the table in docs/types.md is by its source: PyTorch is not
-installed here.
+DTensor's column of the table in docs/explanations/types.md is by its source: PyTorch is
+not installed here.
 """
 
 import re

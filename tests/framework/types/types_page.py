@@ -1,4 +1,7 @@
-"""The examples of docs/types_rules.md and what they print; run, it rewrites them."""
+"""The examples of docs/explanations/types_rules.md, with what they print.
+
+Run, it rewrites them.
+"""
 
 import dataclasses
 import pathlib
@@ -14,7 +17,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from tests.framework.types.typed import MESH, argument
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "types_rules.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "explanations" / "types_rules.md"
 _PARTS = re.compile(
     r"## (?P<name>.+?)\n\n```py\n(?P<code>.*?)```\n\n```text\n(?P<text>.*?)```",
     re.DOTALL,

@@ -256,7 +256,7 @@ def test_digests_of_each_process_are_taken_over(tmp_path):
 
 def test_digests_made_by_hand_as_documented(saved):
     (saved / "2" / "SHA256SUMS").unlink()
-    page = pathlib.Path(__file__).parents[3] / "docs" / "checkpoints.md"
+    page = pathlib.Path(__file__).parents[3] / "docs/reference/training/checkpoints.md"
     command = re.search(r"    (find .*? > SHA256SUMS)\n", page.read_text(), re.DOTALL)
     subprocess.run(command[1], shell=True, cwd=saved / "2", check=True)
     with Checkpoints(saved) as reader:

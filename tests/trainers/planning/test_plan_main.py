@@ -70,28 +70,33 @@ def test_explains_a_part_of_the_program(capsys):
 
 
 def the_docs_excerpts():
-    page = (ROOT / "docs/explain.md").read_text()
-    blocks = re.findall(r"```\n(train over .*?)```", page, re.DOTALL)
-    return [part for block in blocks for part in block.strip().split("\n...\n")]
+    """Of the summary, and then of tensors, what the pages have."""
+    parts = []
+    for page in ("reference/sharding/explain.md", "explanations/a_step.md"):
+        text = (ROOT / "docs" / page).read_text()
+        blocks = re.findall(r"```\n((?:train over|  )[^`]*?)```", text)
+        parts += [p for block in blocks for p in block.rstrip().split("\n...\n")]
+    return parts
 
 
 def test_the_docs_name_the_lines_of_products_and_annotations():
     """Of the default job's explanation all that needs no compilation."""
+    written = {"matmul": " @ ", "XlaSharding": "ctx.split(", "Softmax": "softmax("}
     named = [
-        re.search(r" (matmul|XlaSharding).*\n +(?:gradient of )?(\S+\.py):(\d+)", text)
+        re.search(rf" ({'|'.join(written)}).*\n.* (\S+\.py):(\d+)", text)
         for text in the_docs_excerpts()[1:]
     ]
-    assert len(named) >= 4
+    assert len(named) >= 8
     for op, path, line in (match.groups() for match in named):
         code = (ROOT / path).read_text().splitlines()[int(line) - 1]
-        assert {"matmul": " @ ", "XlaSharding": "ctx.split("}[op] in code
+        assert written[op] in code
 
 
 @pytest.mark.slow  # Compiles the default job.
 def test_the_docs_have_what_is_printed_of_the_default_job(capsys):
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright-plan"])
-    match = r"^stack\.feed_forward$"
+    match = r"^stack\.(feed_forward|attention)$"
     with flagsaver.as_parsed(
         gin_file=["lm/stdlib_tiny.gin"],
         device_count="8",

@@ -118,7 +118,7 @@ def test_faults_of_a_page_are_seen(planned, tmp_path):
     assert any("Content Security Policy" in line for line in look.console)
     blank = re.sub(r"<path .*?/>", "", page, flags=re.DOTALL)
     look = look_at(blank, tmp_path, widths=(DESK,))
-    with pytest.raises(AssertionError, match="What is alive"):
+    with pytest.raises(AssertionError, match="Memory in use"):
         check_view(look.views[0])
 
 
@@ -324,7 +324,7 @@ def test_models_are_of_the_kind_of_their_layers(gin_file, kind):
 
 
 def test_the_docs_tell_of_the_same_errors():
-    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "reference" / "planning.md").read_text().split())
     for kind, error in STEP_ERRORS.items():
         share = f"{error.worst:.1%} and {error.mean:.1%} ({error.steps} steps)"
         assert f"{kind.value} {share}" in text

@@ -260,7 +260,7 @@ def test_what_does_not_fit(copied, edit, message):
 
 
 def test_fewer_steps_than_were_exported_are_checked(exported, capsys):
-    """As docs/export.md says, whose command makes 10 of the default job's 20."""
+    """As in docs/reference/training/export.md, with 10 of 20 steps."""
     run_bundle.run(run_bundle.parse([f"--bundle={exported}", "--steps=1", "--check"]))
     out = capsys.readouterr().out
     assert "check: evaluation at the start and 1 losses as on cpu, within 1e-05" in out

@@ -1,6 +1,7 @@
 """The table of operations that XLA's partitioner gets wrong, and of their repairs.
 
-The pass that lays programs out (`check`), the tests and `docs/operators.md` read it.
+The pass that lays programs out (`check`), the tests and `docs/internals/operators.md`
+read it.
 """
 
 from __future__ import annotations

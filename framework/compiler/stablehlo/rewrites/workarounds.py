@@ -1,7 +1,8 @@
 """The table of rewrites of ops, in any layout, that avoid faults of XLA.
 
 A row is applied to every program, with each jaxlib that has its fault; all were seen
-with jaxlib 0.10.2. The passes, the tests and `docs/operators.md` read the table.
+with jaxlib 0.10.2. The passes, the tests and `docs/internals/operators.md` read the
+table.
 """
 
 from __future__ import annotations

@@ -25,10 +25,12 @@ COLUMNS = {"kernel": [None, "model"]}
 def _layer(name: str, shape: tuple[int, ...], *args: Any, **options: Any) -> Case:
     """A layer of that name, trained; `how` are more of its arguments."""
     how = options.pop("how", {})
-    return _model(lambda: getattr(LAYERS, name)(*args, **how), shape, **options)
+    return keras2_model(lambda: getattr(LAYERS, name)(*args, **how), shape, **options)
 
 
-def _model(make: Callable[[], Any], *shapes: tuple[int, ...], **options: Any) -> Case:
+def keras2_model(
+    make: Callable[[], Any], *shapes: tuple[int, ...], **options: Any
+) -> Case:
     """A layer or a model, trained by plain gradient descent."""
 
     def made(*inputs) -> Made:
@@ -207,18 +209,22 @@ MODULES: dict[str, Case] = {
     "GRU": _layer("GRU", SEQUENCE, 8),
     "SimpleRNN": _layer("SimpleRNN", SEQUENCE, 8, how={"return_sequences": True}),
     "ConvLSTM2D": _layer("ConvLSTM2D", (3, *IMAGE), 4, 3),
-    "Bidirectional": _model(lambda: LAYERS.Bidirectional(LAYERS.GRU(8)), SEQUENCE),
-    "RNN": _model(
+    "Bidirectional": keras2_model(
+        lambda: LAYERS.Bidirectional(LAYERS.GRU(8)), SEQUENCE
+    ),
+    "RNN": keras2_model(
         lambda: LAYERS.RNN([LAYERS.LSTMCell(8), LAYERS.GRUCell(4)]), SEQUENCE
     ),
-    "TimeDistributed": _model(
+    "TimeDistributed": keras2_model(
         lambda: LAYERS.TimeDistributed(LAYERS.Dense(8)), SEQUENCE
     ),
     "PReLU": _layer("PReLU", (8,)),
-    "Attention": _model(lambda: LAYERS.Attention(use_scale=True), SEQUENCE, SEQUENCE),
-    "MultiHeadAttention": _model(_attention, SEQUENCE),
-    "functional": _model(_functional, (8,), SEQUENCE),
-    "subclass": _model(Subclass, (8,)),
+    "Attention": keras2_model(
+        lambda: LAYERS.Attention(use_scale=True), SEQUENCE, SEQUENCE
+    ),
+    "MultiHeadAttention": keras2_model(_attention, SEQUENCE),
+    "functional": keras2_model(_functional, (8,), SEQUENCE),
+    "subclass": keras2_model(Subclass, (8,)),
     "SGD": _optimizer("SGD", 0.1, momentum=0.9, nesterov=True),
     "Adam": _optimizer("Adam", 0.01, amsgrad=True, epsilon=1e-3),
     "AdamW": _optimizer("AdamW", 0.01, epsilon=1e-3, clipnorm=0.5),

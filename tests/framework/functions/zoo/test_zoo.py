@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import meshwright.framework as mw
 from tests.framework.functions.zoo import (
+    garden_modules,
     keras2_modules,
     sonnet_modules,
     tfp_distributions,
@@ -21,6 +22,7 @@ LIBRARIES = {
     "Sonnet": sonnet_modules.MODULES,
     "tf_keras": keras2_modules.MODULES,
     "TFP": tfp_modules.MODULES,
+    "Garden": garden_modules.MODULES,
 }
 CASES = [(library, name) for library, made in LIBRARIES.items() for name in made]
 BY_GSPMD = [
@@ -28,11 +30,12 @@ BY_GSPMD = [
     *[("Sonnet", name) for name in ("Cifar10ConvNet", "VectorQuantizerEMA")],
     *[("tf_keras", name) for name in ("functional", "MultiHeadAttention", "LSTM")],
     *[("tf_keras", name) for name in ("legacy.Adam", "metrics of probabilities")],
+    *[("Garden", name) for name in ("TransformerEncoderBlock", "MoeLayer")],
     *[("TFP", name) for name in ("distributions: vectors", "DenseFlipout")],
     *[("TFP", name) for name in ("RealNVP", "NoUTurnSampler", "GaussianProcess")],
 ]
 """Cases that GSPMD partitions too: each kind of program that the others are of."""
-PAGE = pathlib.Path(__file__).parents[4] / "docs" / "functions.md"
+PAGE = pathlib.Path(__file__).parents[4] / "docs/reference/programs/functions.md"
 
 
 @functools.cache
@@ -114,6 +117,7 @@ def test_the_page_counts_the_cases():
     for row in (
         f"| Sonnet | {len(sonnet_modules.MODULES)} |",
         f"| tf_keras | {len(keras2_modules.MODULES)} |",
+        f"| Model Garden | {len(garden_modules.MODULES)} |",
         f"| TensorFlow Probability | {distributions + others} |",
         f"probabilities of {distributions} distributions",
         f"{len(BY_GSPMD)} of them under GSPMD",

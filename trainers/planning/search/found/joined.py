@@ -35,7 +35,8 @@ from meshwright.trainers.planning.search.search_space import (
 log = logging.getLogger("absl")
 
 SLOWER = "slower by propagation than the fastest by more than its error"
-# How far the second sieve's times lie from the compiler's, see docs/planning.md.
+# How far the second sieve's times lie from the compiler's, see
+# docs/reference/planning.md.
 MARGIN = 0.15
 # More plans than are ever compiled, as some will be refused.
 _KEPT = 24
