@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import enum
 import math
+import re
 from collections.abc import Iterator
 
 from meshwright.framework.compiler.hlo.hlo_text import (
@@ -29,6 +30,13 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 # A kernel that was compiled by itself: what it takes, XLA does not know.
 _KERNEL = '"custom_call_config"'
+_RAGGED = "ragged-dot"
+"""libtpu's own kernel for experts, and the one of what that reads.
+
+The first says its FLOPs, which take this long at the peak, or longer; the second is of
+a hundred instructions.
+"""
+_FLOPS = re.compile(r'"flops":"(?P<flops>\d+)"')
 # An op whose operands and results alone take this share of its time waits for memory.
 _MEMORY_BOUND = 0.6
 
@@ -287,6 +295,10 @@ class _TpuWalk(Walk):
         if op.cycles is not None:
             return op.cycles / self.kind.clock, self.part(op, trips)
         if _KERNEL in op.backend_config:
+            if op.name.startswith(_RAGGED):
+                flops = _FLOPS.search(op.backend_config)
+                seconds = int(flops["flops"]) / self.kind.peak_flops if flops else 0.0
+                return seconds, TimePart.MATRIX
             raise ValueError(
                 f"kernel {op.name} ({op.op_name}) says no cycles for a TPU "
                 f"{self.kind.name}, so its time cannot be estimated: set the "

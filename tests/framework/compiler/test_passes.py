@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks import pass_time
+from benchmarks.step_times import pass_time
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.passes import run_passes
 from meshwright.framework.compiler.program import compile_program, trace_program

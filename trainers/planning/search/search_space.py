@@ -23,7 +23,7 @@ from meshwright.framework.modeling.layer import STAGE_DIM
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import Stack, map_stacks, pipelines, repeats
@@ -363,6 +363,23 @@ def _misfit_of_pipeline(
     if rows % inside.activation_sharding(["batch"]).splits()[0]:
         return "shards of unequal microbatches"
     return None
+
+
+def configured(experiment: Experiment) -> Candidate:
+    """The experiment as it is; of several stacks with the first one's recomputation."""
+    counts = [p.num_microbatches for p in pipelines(experiment.task).values()]
+    policy = None
+    if stacks := repeats(experiment.task):
+        saved = tuple(stacks[0].saved_names)
+        policy = Policy(recompute=stacks[0].recompute, saved_names=saved)
+    plan = experiment.plan
+    return Candidate(
+        mesh=tuple(plan.mesh_shape),
+        plan=NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=plan),
+        policy=policy,
+        batch=experiment.global_batch,
+        microbatches=counts[0] if counts else None,
+    )
 
 
 def is_configured(experiment: Experiment, candidate: Candidate) -> bool:

@@ -26,6 +26,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 _BITS = re.compile(r"\d+")
+# The dims of a convolution: "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]".
+_NUMBERS = re.compile(r"\[([^\]]*)\]")
 # Shardy's collectives, and their attribute with the axes.
 _COLLECTIVES = {
     "sdy.all_gather": ("all-gather", "gathering_axes"),
@@ -243,7 +245,7 @@ class _Walk:
             blocks = [region.blocks[0] for region in op.regions]
             return max(self.block(block, times / len(blocks)) for block in blocks)
         if op.name == _SLICE:
-            self._slice(op)
+            self._slice(op, times)
         elif op.name in _COLLECTIVES:
             self._collective(op, times)
         elif op.name in DOTS:
@@ -278,16 +280,17 @@ class _Walk:
         self._reduced[result] = len(self.work.sent)
         self.work.sent.append(Sent(kind, axes, size, times))
 
-    def _slice(self, op) -> None:
+    def _slice(self, op, times: float) -> None:
         """What keeps its slice of an all-reduce is a reduce-scatter along its axes.
 
-        Not where a slice has few columns: there XLA for TPUs keeps the two apart.
+        Not where a slice has few columns: there XLA for TPUs keeps the two apart. Any
+        other slice is read and written.
         """
-        operand = op.operands[0]
+        operand, result = op.operands[0], op.results[0]
         number = self._reduced.get(operand)
         if number is None or self.work.sent[number].kind != "all-reduce":
+            self.work.moved += 2 * times * self.bytes(result)
             return
-        result = op.results[0]
         is_minor = self.splits(result)[-1:] != self.splits(operand)[-1:]
         if is_minor and self.local(result)[-1] <= _COLUMNS:
             return
@@ -329,13 +332,30 @@ class _Walk:
     def _convolution(self, op, times: float) -> None:
         image, kernel = op.operands
         numbers = str(op.attributes["dimension_numbers"])
-        output = re.search(r"x\[([^\]]*)\]", numbers)[1].split(", ").index("o")
+        dims = [found.split(", ") for found in _NUMBERS.findall(numbers)]
+        output = dims[1].index("o")
         result, taps = self.local(op.results[0]), self.local(kernel)
         columns = taps[output]
         inner = math.prod(taps) / max(1, columns)
         rows = math.prod(result) / max(1, columns)
         moved = sum(map(self.bytes, (image, kernel, op.results[0])))
         self.work.products.append(Product(rows, inner, columns, times, moved))
+        self._halos(op, times, dims)
+
+    def _halos(self, op, times: float, dims: list[list[str]]) -> None:
+        """What windows reach of neighbours' parts of the image is sent, and joined."""
+        image, kernel = op.operands
+        window, output = (
+            dict(zip(names, shape_of(value), strict=True))
+            for names, value in zip(dims[1:], (kernel, op.results[0]), strict=True)
+        )
+        sizes, splits = self.local(image), self.splits(image)
+        for name, size, shards in zip(dims[0], sizes, splits, strict=True):
+            halo = min(window[name], output[name]) - 1 if name.isdigit() else 0
+            if halo > 0 and shards > 1:
+                sent = self.bytes(image) * halo / size
+                self.work.sent.append(Sent("collective-permute", (), sent, times))
+                self.work.moved += 2 * times * self.bytes(image)
 
     def _other(self, op, times: float) -> None:
         name = op.name.rpartition(".")[2]

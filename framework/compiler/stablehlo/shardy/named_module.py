@@ -54,6 +54,10 @@ class NamedTensor:
     shape: tuple[int, ...]
 
 
+class OnePlanError(ValueError):
+    """A program that each plan makes another one: names cannot stand for axes."""
+
+
 class CompletionError(ValueError):
     """A plan for which a program cannot be completed."""
 
@@ -101,7 +105,7 @@ class NamedModule:
 
     Raises:
       LoweringError: an annotation cannot be honoured.
-      ValueError: the program has manual regions, whose shards have a size.
+      OnePlanError: the program has manual regions, whose shards have a size.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class NamedModule:
             write_for(module.blame, operation, module.mesh, Partitioner.SHARDY)
             write_borders(operation, module.mesh, in_shardings, out_shardings)
             if any(op.name == _MANUAL for op in walk(operation)):
-                raise ValueError(
+                raise OnePlanError(
                     f"{module.signature.name}: has manual regions, whose shards are "
                     "of one plan's sizes"
                 )

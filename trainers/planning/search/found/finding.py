@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -34,8 +33,6 @@ _SWEEPS = 4
 _KEPT = 12
 _NEIGHBOURS = 60
 _MINOR = 0.02
-# Plans whose costs differ by less are compiled once.
-_NEAR = 0.004
 # Neighbours wait for the plans that are among so many of the fastest.
 _BEAM = 12
 # What propagation counts is some 10% off the compiler's memory.
@@ -121,6 +118,7 @@ class Finder:
         self._crowds: dict[tuple[int, ...], np.ndarray] = {}
         self._waiting: list[tuple[float, Point]] = []
         self._seen: set[Point] = set()
+        self._around: set[Point] = set()
 
     @property
     def progress(self) -> Progress:
@@ -148,22 +146,21 @@ class Finder:
 
     def rank(self, found: Found) -> tuple[bool, float]:
         """Smaller is better: what fits, then the fastest."""
-        return found.priced.memory > _SLACK * self._limit, self.cost(found)
+        return not self.fits(found), self.cost(found)
+
+    def fits(self, found: Found) -> bool:
+        """Whether a device seems to have the memory for it."""
+        return found.priced.memory <= _SLACK * self._limit
 
     def best(self) -> Found | None:
         """The fastest that seems to fit."""
-        fits = [found for found in self.found if not self.rank(found)[0]]
+        fits = [found for found in self.found if self.fits(found)]
         return min(fits, key=self.cost, default=None)
 
     def ranked(self) -> list[Found]:
-        """All that was propagated, the best first; of equal programs the plainest."""
+        """All that was propagated, best first; of equally good ones the plainest."""
         plain = sorted(self.found, key=lambda f: sum(map(bool, f.point.masks)))
-        by_cost: dict[tuple, Found] = {}
-        for found in plain:
-            priced = found.priced
-            key = found.point.step, f"{priced.seconds:.9e}", f"{priced.memory:.9e}"
-            by_cost.setdefault(key, found)
-        return sorted(by_cost.values(), key=self.rank)
+        return sorted(plain, key=self.rank)
 
     def run(
         self,
@@ -188,7 +185,9 @@ class Finder:
                 break
             self._crowd(step, shape)
             tell(self.progress)
-        while self._waiting and len(self.found) < most and time.monotonic() < until:
+        while len(self.found) < most and time.monotonic() < until:
+            if not self._waiting and not self._widen():
+                break
             _, point = heapq.heappop(self._waiting)
             found = self.look_up(point)
             if found is not None:
@@ -196,6 +195,15 @@ class Finder:
                 if self._is_good(found):
                     self._wait_around(found)
             tell(self.progress)
+
+    def _widen(self) -> bool:
+        """Has the neighbours of the best other plan wait; whether there are any."""
+        for found in self.ranked():
+            if found.point not in self._around:
+                self._wait_around(found)
+            if self._waiting:
+                return True
+        return False
 
     def _is_good(self, found: Found) -> bool:
         if len(self.found) <= _BEAM:
@@ -275,6 +283,7 @@ class Finder:
         plan for another step.
         """
         point = found.point
+        self._around.add(point)
         rough = self.rough(point.step, point.shape)
         masks = np.array([point.masks, *_neighbours(point.masks, rough)])
         scores = self.score(rough, point.step, masks)
@@ -330,36 +339,3 @@ def _descending(number: int, count: int, most: int) -> list[tuple[int, ...]]:
         if number % first == 0
         for rest in _descending(number // first, count - 1, first)
     ]
-
-
-def plainest(finder: Finder, found: Found) -> Found:
-    """The same program by a plan without the names that do not matter to it."""
-    for number, mask in enumerate(found.point.masks):
-        if mask:
-            masks = list(found.point.masks)
-            masks[number] = 0
-            other = finder.look_up(dataclasses.replace(found.point, masks=tuple(masks)))
-            if other is not None and other.priced.same(found.priced):
-                found = other
-    return found
-
-
-def distinct(ranked: Sequence[Found], cost: Callable[[Found], float]) -> list[Found]:
-    """Of plans that hardly differ in cost, on a mesh and for a step, the best alone."""
-    kept: list[Found] = []
-    for found in ranked:
-        point = found.point
-        like = (
-            other
-            for other in kept
-            if (other.point.step, other.point.shape) == (point.step, point.shape)
-        )
-        if not any(_is_near(found, other, cost) for other in like):
-            kept.append(found)
-    return kept
-
-
-def _is_near(one: Found, other: Found, cost: Callable[[Found], float]) -> bool:
-    return math.isclose(cost(one), cost(other), rel_tol=_NEAR) and math.isclose(
-        one.priced.memory, other.priced.memory, rel_tol=_NEAR
-    )

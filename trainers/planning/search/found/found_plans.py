@@ -13,13 +13,12 @@ from meshwright.framework.sharding.plan import (
     as_axes,
 )
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
     Point,
     Progress,
-    distinct,
-    plainest,
 )
 from meshwright.trainers.planning.search.found.named_step import (
     ACTIVATIONS,
@@ -32,7 +31,6 @@ from meshwright.trainers.planning.search.found.propagated import AXES, Priced
 from meshwright.trainers.planning.search.search_space import (
     Candidate,
     NamedPlan,
-    dims_of,
 )
 
 # A name that is split like another one if a table has no entry for it.
@@ -50,7 +48,7 @@ class PlanFinder:
       known: costs of an earlier search, see `Finder`.
 
     Raises:
-      ValueError: a step cannot be traced for all plans at once.
+      OnePlanError: a step cannot be traced for all plans at once.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class PlanFinder:
         tell: Callable[[int], None] = lambda count: None,
     ):
         self.experiment, self.choices = experiment, choices
-        names = names_of(dims_of(experiment))
+        names = names_of(experiment)
         steps: list[NamedStep] = []
         for choice in choices:
             steps.append(named_step(choice.of(experiment), names))
@@ -115,7 +113,7 @@ class PlanFinder:
     def candidates(self, most: int) -> Iterator[tuple[Candidate, Found]]:
         """The best plans found, as candidates, without names that do not matter."""
         finder = self.finder
-        ranked = distinct(finder.ranked(), finder.cost)[:most]
+        ranked = distinct(finder, most)
         for number, found in enumerate(ranked, 1):
             plain = plainest(finder, found)
             choice = self.choices[plain.point.step]

@@ -19,38 +19,35 @@ function needs no annotation; those that it has are over a mesh of its own, and 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from meshwright.framework.compiler.lowering.errors import leaves_of
-from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.framework.compiler.passes import simplify
-from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.shardy.named_module import NamedModule
-from meshwright.framework.compiler.stablehlo.shardy.named_products import (
-    named_products,
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
+from meshwright.framework.compiler.hlo.step_time import step_time
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.devices.device_order import device_orders
+from meshwright.framework.devices.topology import (
+    Topology,
+    topology,
+    topology_devices,
 )
-from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
+    Found,
     Progress,
-    plainest,
 )
-from meshwright.trainers.planning.search.found.named_step import (
-    DimName,
-    Held,
-    NamedStep,
-    check_count,
-    sizes_of,
+from meshwright.trainers.planning.search.found.named_function import (
+    NamedFunction,
+    Names,
+    names_by_path,
 )
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
-
-_NUMBER = re.compile(r"_?\d+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,22 +57,30 @@ class FunctionPlan:
     Args:
       mesh: the device mesh.
       paths: the path of each leaf of the arguments, as `0.weights.kernel`.
-      leaves: the sharding of each leaf.
+      leaves: the sharding of each leaf; None: left to propagation.
       args: the arguments' nests of `tf.TensorSpec`.
       results: the same for the result.
       results_like: how many of its first leaves are split like those of the arguments.
       priced: what the plan costs, by propagation.
       progress: how many plans were looked at.
+      compiled: seconds by the estimate of its compiled program; None if it was not
+        compiled.
     """
 
     mesh: DeviceMesh
     paths: tuple[str, ...]
-    leaves: tuple[Sharding, ...]
+    leaves: tuple[Sharding | None, ...]
     args: tuple[Any, ...]
     results: Any
     results_like: int
     priced: Priced
     progress: Progress
+    compiled: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of a call: of the compiled program, else by propagation."""
+        return self.priced.seconds if self.compiled is None else self.compiled
 
     @property
     def in_shardings(self) -> list[Any]:
@@ -92,11 +97,12 @@ class FunctionPlan:
     def text(self) -> str:
         """A line for each leaf that is split."""
         width = max(map(len, self.paths), default=0)
-        lines = [f"mesh {self.mesh}: {1e3 * self.priced.seconds:.4g} ms by propagation"]
+        how = "by propagation" if self.compiled is None else "compiled"
+        lines = [f"mesh {self.mesh}: {1e3 * self.seconds:.4g} ms {how}"]
         lines += [
             f"  {path:<{width}}  {sharding}"
             for path, sharding in zip(self.paths, self.leaves, strict=True)
-            if any(sharding.dims)
+            if sharding is not None and any(sharding.dims)
         ]
         return "\n".join(lines)
 
@@ -109,11 +115,10 @@ def search(
     results_like: int = 0,
     most: int = 300,
     most_axes: int = 2,
+    compiled: int = 0,
+    names: Names = names_by_path,
 ) -> FunctionPlan:
     """Looks for the split of a function's arguments that takes least time.
-
-    Leaves whose paths differ in numbers alone, and whose shapes are equal, are split
-    alike: layers of a model.
 
     Args:
       fn: a pure function of tensors, such as a step from weights to weights.
@@ -123,105 +128,88 @@ def search(
         the arguments: a step's weights.
       most: plans propagated at most.
       most_axes: mesh axes at most.
+      compiled: how many of the fastest are compiled, of which the fastest is taken; 0:
+        propagation decides, and libtpu is not needed.
+      names: what is split alike; by default leaves of equal shapes whose paths differ
+        in numbers alone: layers of a model.
 
     Raises:
       LoweringError: see `lower`; or the function has annotations of its own.
       ValueError: there are too many dims; results are not like the arguments; there is
         one device; no plan fits; or the program has manual regions.
+      ImportError: libtpu is not installed.
     """
     args, torus = tuple(args), topology(on)
     if torus.size == 1:
         raise ValueError(f"TPU topology {on!r} has one device: nothing can be split")
-    named = _Named(fn, args, results_like)
+    named = NamedFunction(fn, args, results_like, names)
     finder = Finder([named.step], [1.0], torus, most_axes=most_axes)
     finder.run([], most=most)
     best = finder.best()
     if best is None:
-        name = getattr(fn, "__name__", "function")
-        raise ValueError(
-            f"{name}: none of {len(finder.found)} plans fits TPU topology {on!r}: "
-            "choose a larger topology"
-        )
-    best = plainest(finder, best)
-    mesh = DeviceMesh(AXES[: len(best.point.shape)], best.point.shape)
+        raise _nothing_fits(fn, len(finder.found), on)
+    if not compiled:
+        return function_plan(named, finder, plainest(finder, best))
+    plans = [
+        compiled_plan(fn, function_plan(named, finder, plainest(finder, found)), torus)
+        for found in distinct(finder, compiled)
+    ]
+    fits = [plan for plan in plans if plan is not None]
+    if not fits:
+        raise _nothing_fits(fn, len(plans), on)
+    return min(fits, key=lambda plan: plan.seconds)
+
+
+def _nothing_fits(fn: Callable, count: int, on: str) -> ValueError:
+    name = getattr(fn, "__name__", "function")
+    return ValueError(
+        f"{name}: none of {count} plans fits TPU topology {on!r}: choose a larger "
+        "topology"
+    )
+
+
+def function_plan(named: NamedFunction, finder: Finder, found: Found) -> FunctionPlan:
+    """A plan that a finder found for a function, not compiled."""
+    mesh = DeviceMesh(AXES[: len(found.point.shape)], found.point.shape)
     return FunctionPlan(
         mesh=mesh,
         paths=named.paths,
-        leaves=tuple(named.shardings(mesh, best.point.masks)),
-        args=args,
+        leaves=tuple(named.shardings(mesh, found.point.masks)),
+        args=named.args,
         results=named.results,
-        results_like=results_like,
-        priced=best.priced,
+        results_like=named.results_like,
+        priced=found.priced,
         progress=finder.progress,
     )
 
 
-class _Named:
-    """A function's program, with a name for each dim of its arguments."""
+def compiled_plan(
+    fn: Callable[..., Any], plan: FunctionPlan, torus: Topology
+) -> FunctionPlan | None:
+    """A plan with the estimate of its compiled program, in its best device order.
 
-    def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], results_like: int
-    ):
-        leaves = list(leaves_of(args))
-        self.paths = tuple(path for path, _ in leaves)
-        specs = [spec for _, spec in leaves]
-        numbers: dict[tuple, int] = {}
-        self.dims: list[list[int]] = []
-        for path, spec in leaves:
-            like = _NUMBER.sub("", path), tuple(spec.shape)
-            keys = [(*like, dim) for dim in range(spec.shape.rank)]
-            self.dims.append([numbers.setdefault(key, len(numbers)) for key in keys])
-        check_count(len(numbers))
-        names = [f"n{number}" for number in range(len(numbers))]
-        mesh = DeviceMesh(tuple(names), (2,) * len(names))
-        lowered = lower(fn, args)
-        self.results = lowered.signature.outputs
-        _check_alike(specs, tf.nest.flatten(self.results), results_like)
-        module = Module(lowered, mesh)
-        with module.opened():
-            simplify(module)
-        dims_of = [tuple((names[number],) for number in dims) for dims in self.dims]
-        split = [Sharding(mesh, dims) for dims in dims_of]
-        results = len(tf.nest.flatten(self.results))
-        program = NamedModule(
-            module, split, [*split[:results_like], *[None] * (results - results_like)]
+    None if a device has too little memory for it.
+
+    Raises:
+      LoweringError: the program cannot be partitioned.
+      ImportError: libtpu is not installed.
+    """
+    try:
+        program = compile_program(
+            fn,
+            plan.args,
+            plan.mesh,
+            in_shardings=plan.in_shardings,
+            out_shardings=plan.out_shardings,
+            devices=topology_devices(torus.name),
         )
-        with program.opened():
-            products = tuple(named_products(program.named()))
-        self.step = NamedStep(
-            names=tuple(DimName("arguments", f"{path}:{d}") for path, _, d in numbers),
-            sizes=sizes_of(program),
-            module=program,
-            products=products,
-            held=tuple(
-                Held(spec.shape.num_elements() * spec.dtype.size, dims)
-                for spec, dims in zip(specs, dims_of, strict=True)
-            ),
-        )
-
-    def shardings(self, mesh: DeviceMesh, masks: Sequence[int]):
-        """The sharding of each leaf by a plan."""
-        for dims in self.dims:
-            yield Sharding(
-                mesh,
-                tuple(
-                    tuple(a for i, a in enumerate(mesh.axis_names) if masks[n] >> i & 1)
-                    for n in dims
-                ),
-            )
-
-
-def _check_alike(args: Sequence, results: Sequence, count: int) -> None:
-    """Checks that the first results are like the first arguments."""
-    if not 0 <= count <= min(len(args), len(results)):
-        raise ValueError(
-            f"results_like is {count}, but there are {len(args)} leaves of the "
-            f"arguments and {len(results)} of the result"
-        )
-    for number in range(count):
-        arg, result = args[number], results[number]
-        if arg.shape != result.shape:
-            raise ValueError(
-                f"results_like is {count}, but leaf {number} of the result has shape "
-                f"{result.shape}, and that of the arguments {arg.shape}"
-            )
+    except OutOfMemoryError:
+        return None
+    module = HloModule(program.hlo_text())
+    orders = device_orders(plan.mesh.shape, torus)
+    times = [step_time(module, plan.mesh, order).seconds for order in orders]
+    seconds = min(times)
+    ids = orders[times.index(seconds)].ids
+    mesh = dataclasses.replace(plan.mesh, device_ids=tuple(map(int, ids.flat)))
+    leaves = tuple(leaf and Sharding(mesh, leaf.dims) for leaf in plan.leaves)
+    return dataclasses.replace(plan, mesh=mesh, leaves=leaves, compiled=seconds)

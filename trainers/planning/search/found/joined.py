@@ -10,6 +10,7 @@ from typing import Any
 
 import tqdm
 
+from meshwright.framework.compiler.stablehlo.shardy.named_module import OnePlanError
 from meshwright.trainers.experiment import config
 from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.search.found.finding import Point, Progress
@@ -61,7 +62,7 @@ def with_found(
     known = _read(cache.cached(key))
     try:
         finder = _finder(space, known)
-    except (ValueError, NotImplementedError) as error:
+    except OnePlanError as error:
         reason = str(error).splitlines()[0]
         log.warning("search: plan files alone, as the model has no other: %s", reason)
         return screened
@@ -79,19 +80,19 @@ def with_found(
 
 def _key(space: SearchSpace) -> dict[str, str]:
     built(space.gin_files, space.gin_params)
-    choices = [str(_choice(candidate)) for candidate in _choices(space)]
+    made = [str(_choice(candidate)) for candidate in choices(space)]
     parts = plan_cache.key_parts(config.operative_text(), space.torus.name)
-    return {**parts, "propagated": json.dumps(choices)}
+    return {**parts, "propagated": json.dumps(made)}
 
 
-def _choices(space: SearchSpace) -> list[Candidate]:
+def choices(space: SearchSpace) -> list[Candidate]:
     """A candidate for each of what may be recomputed, batches and microbatches."""
     plan = space.experiment.plan
-    configured = NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=plan)
+    given = NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=plan)
     return [
         Candidate(
             mesh=tuple(plan.mesh_shape),
-            plan=configured,
+            plan=given,
             policy=policy,
             batch=batch,
             microbatches=count,
@@ -107,11 +108,11 @@ def _choice(candidate: Candidate) -> tuple:
 
 
 def _finder(space: SearchSpace, known: Known) -> PlanFinder:
-    choices = _choices(space)
-    with tqdm.tqdm(total=len(choices), desc="tracing", dynamic_ncols=True) as bar:
+    made = choices(space)
+    with tqdm.tqdm(total=len(made), desc="tracing", dynamic_ncols=True) as bar:
         return PlanFinder(
             space.experiment,
-            choices,
+            made,
             space.torus,
             known=known,
             tell=lambda count: bar.update(count - bar.n),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.passes import simplify
 from meshwright.framework.compiler.stablehlo.module import Module
@@ -15,6 +16,7 @@ from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
 from meshwright.framework.compiler.stablehlo.shardy.named_module import (
     NamedDims,
     NamedModule,
+    OnePlanError,
 )
 from meshwright.framework.compiler.stablehlo.shardy.named_products import (
     NamedProduct,
@@ -29,6 +31,7 @@ from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import repeats
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.search.search_memory import saved_tensors
+from meshwright.trainers.planning.search.search_space import dims_of
 
 # Shardy counts the devices of a mesh of names in 64 bits.
 _MOST_NAMES = 60
@@ -84,15 +87,15 @@ class NamedStep:
     held: tuple[Held, ...]
 
 
-def names_of(dims: tuple[set[str], set[str]]) -> tuple[DimName, ...]:
+def names_of(experiment: Experiment) -> tuple[DimName, ...]:
     """The names that a plan may split.
 
-    Loops read one layer at a time, so the dim of all layers is not split.
-
-    Args:
-      dims: those of weights and of activations, see `dims_of`.
+    Loops read one layer at a time, so the dim of all layers is not split; nor is one of
+    which a tensor has several, such as a kernel's windows.
     """
-    weights, activations = dims
+    weights, activations = dims_of(experiment)
+    for spec in experiment.task.weights().leaves():
+        weights -= {dim for dim in spec.dims if spec.dims.count(dim) > 1}
     # Without an entry of its own the stream is split like the sequence.
     between = {"stream"} if "sequence" in activations else set()
     return (
@@ -105,10 +108,10 @@ def check_count(count: int) -> None:
     """Checks that so many names can be searched.
 
     Raises:
-      ValueError: there are none, or more than Shardy can have axes for.
+      OnePlanError: there are none, or more than Shardy can have axes for.
     """
     if not 0 < count <= _MOST_NAMES:
-        raise ValueError(
+        raise OnePlanError(
             f"there are {count} dims of different names, and 1 to {_MOST_NAMES} can be "
             "searched: give dims that are split alike the same name, or stack layers"
         )
@@ -118,9 +121,17 @@ def named_step(experiment: Experiment, names: Sequence[DimName]) -> NamedStep:
     """Traces the step of an experiment once, whatever its plan.
 
     Raises:
-      ValueError: the step has manual regions or too many names, or cannot be traced.
+      OnePlanError: the step has manual regions, too many names, or annotations that
+        fit no mesh of names, as a pipeline's.
     """
     check_count(len(names))
+    try:
+        return _traced(experiment, names)
+    except LoweringError as error:
+        raise OnePlanError(f"cannot be traced for all plans: {error}") from error
+
+
+def _traced(experiment: Experiment, names: Sequence[DimName]) -> NamedStep:
     axes = {name: f"n{i}" for i, name in enumerate(names)}
     tables = {
         table: {name.dim: axis for name, axis in axes.items() if name.table == table}

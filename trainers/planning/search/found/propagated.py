@@ -128,8 +128,11 @@ def _padded_flops(product: Product) -> float:
 
 
 def _seconds(sent: Sent, mesh: DeviceMesh, order: DeviceOrder) -> float:
-    network = TorusNetwork(hardware=order.topology.kind, mesh=mesh, order=order)
-    return sum(phase.seconds for phase in _phases(sent, mesh, network))
+    kind = order.topology.kind
+    network = TorusNetwork(hardware=kind, mesh=mesh, order=order)
+    passing = sum(phase.seconds for phase in _phases(sent, mesh, network))
+    # Between the cores of a chip, which no link connects, it is read or written still.
+    return max(passing, sent.bytes / kind.memory_bandwidth)
 
 
 def _phases(sent: Sent, mesh: DeviceMesh, network: TorusNetwork) -> list[Phase]:

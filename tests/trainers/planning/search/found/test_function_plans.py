@@ -7,9 +7,13 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.stablehlo.shardy.device_work import work_of
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.planning.search.found.function_plans import search
+from meshwright.trainers.planning.search.found.named_function import NamedFunction
+from meshwright.trainers.planning.search.found.named_step import axes_by_name
+from tests.needs import libtpu
 
 B, M, H = 8192, 128, 512
 ARGS = (
@@ -117,3 +121,40 @@ def test_annotations_of_another_mesh_are_refused():
         search(
             lambda x: mesh_split(x + 1, mesh, ["X"]), [tf.TensorSpec([64])], "v3:2x2"
         )
+
+
+def work(fn, specs, shape, masks):
+    named = NamedFunction(fn, specs, 0)
+    mesh = DeviceMesh(("X",), shape)
+    with named.step.module.opened():
+        axes = axes_by_name(mesh, named.step, masks)
+        return work_of(named.step.module.complete(mesh, axes), mesh)
+
+
+def test_a_slice_of_what_every_device_holds_is_read_and_written():
+    specs = tf.TensorSpec([64, 32]), tf.TensorSpec([32, 16])
+    sizes = [work(tf.matmul, specs, (8,), (mask, 0, 0, 0)) for mask in (0, 1)]
+    alone = [size.moved for size in sizes]
+    assert alone == [0, 0]
+    # The inner dim is split in one operand alone, which the other follows.
+    sliced = work(tf.matmul, specs, (8,), (0, 1, 0, 0))
+    assert sliced.moved == 2 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize("masks, halo", [((0, 1, 0, 0), 2), ((1, 0, 0, 0), 0)])
+def test_windows_reach_into_neighbours(masks, halo):
+    specs = tf.TensorSpec([8, 32, 32, 4]), tf.TensorSpec([3, 3, 4, 6])
+    one = work(
+        lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), specs, (8,), (*masks, 0, 0, 0, 0)
+    )
+    sent = [s for s in one.sent if s.kind == "collective-permute"]
+    assert [s.bytes for s in sent] == [8 * halo * 32 * 4 * 4] * bool(halo)
+    assert one.moved == 2 * (8 * 4 * 32 * 4 * 4) * bool(halo)
+
+
+@libtpu
+def test_a_search_that_compiles_takes_the_fastest():
+    specs = tf.TensorSpec([512, 256]), tf.TensorSpec([256, 512])
+    found = search(tf.matmul, specs, "v3:1x1", most=20, compiled=2)
+    assert found.seconds == found.compiled != found.priced.seconds
+    assert found.text().splitlines()[0].endswith("ms compiled")

@@ -1,0 +1,110 @@
+"""A layout for a Keras model that no file knows, searched for and compiled.
+
+    python -m benchmarks.search.found_keras [--on=v3:4x4] [--layers=4] [--budget=4]
+
+The model is a Transformer of Keras's own layers. Beside the best layout found stands
+the batch split over all devices and no weight (`mw.keras.distribute`'s "data"),
+compiled the same way. Wants libtpu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+import keras
+import tensorflow as tf
+from absl import app, flags
+
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.devices.topology import topology
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.trainers.planning.search.found.function_plans import (
+    FunctionPlan,
+    compiled_plan,
+)
+from meshwright.trainers.planning.search.found.keras_plans import (
+    KerasPlan,
+    KerasStep,
+    search_keras,
+)
+
+_WORDS, _TOKENS, _WIDTH, _HEADS = 8192, 256, 1024, 8
+
+
+def define_flags() -> None:
+    """Called only by this program."""
+    flags.DEFINE_string("on", "v3:4x4", "TPU topology.")
+    flags.DEFINE_integer("layers", 4, "Layers of the model.", lower_bound=1)
+    flags.DEFINE_integer("rows", 64, "Rows of a batch.", lower_bound=1)
+    flags.DEFINE_integer("propagated", 1000, "Plans propagated.", lower_bound=1)
+    flags.DEFINE_integer("budget", 4, "Plans compiled.", lower_bound=1)
+
+
+def transformer(layers: int) -> keras.Model:
+    """A decoder of Keras's layers, built and compiled."""
+    ids = keras.Input((_TOKENS,), dtype="int32")
+    x = keras.layers.Embedding(_WORDS, _WIDTH, name="embedding")(ids)
+    for _ in range(layers):
+        y = keras.layers.LayerNormalization()(x)
+        size = _WIDTH // _HEADS
+        attention = keras.layers.MultiHeadAttention(_HEADS, size, use_bias=False)
+        x += attention(y, y, use_causal_mask=True)
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(4 * _WIDTH, "relu")(y)
+        x += keras.layers.Dense(_WIDTH)(y)
+    model = keras.Model(ids, keras.layers.Dense(_WORDS, name="softmax")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    return model
+
+
+def data_parallel(found: KerasPlan) -> FunctionPlan:
+    """The plan that splits the batch alone."""
+    mesh = DeviceMesh(("X",), (found.mesh.size,))
+    leaves = [
+        Sharding(mesh, ((("X",) if path.startswith("3") else ()),) + ((),) * (rank - 1))
+        if (rank := spec.shape.rank)
+        else Sharding(mesh, ())
+        for path, spec in zip(
+            found.found.paths, tf.nest.flatten(found.found.args), strict=True
+        )
+    ]
+    return dataclasses.replace(found.found, mesh=mesh, leaves=tuple(leaves))
+
+
+def main(_) -> None:
+    """Prints the layout, what was looked at, and both times."""
+    set_platform("cpu")
+    model = transformer(flags.FLAGS.layers)
+    spec = tf.TensorSpec([flags.FLAGS.rows, _TOKENS], tf.int32)
+    begun, clock = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    found = search_keras(
+        model,
+        (spec, spec),
+        flags.FLAGS.on,
+        most=flags.FLAGS.propagated,
+        compiled=flags.FLAGS.budget,
+    )
+    done = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = done.ru_utime + done.ru_stime - begun.ru_utime - begun.ru_stime
+    progress = found.found.progress
+    print(found.text())
+    print(
+        f"{progress.considered} considered, {progress.propagated} propagated, "
+        f"{flags.FLAGS.budget} compiled at most: {cpu:.0f} CPU s, "
+        f"{time.monotonic() - clock:.0f} s"
+    )
+    step = KerasStep(model, (spec, spec)).step
+    alone = compiled_plan(step, data_parallel(found), topology(flags.FLAGS.on))
+    print("data parallel: ", end="")
+    print("does not fit" if alone is None else f"{1e3 * alone.seconds:.4g} ms")
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

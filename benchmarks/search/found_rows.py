@@ -1,0 +1,192 @@
+"""The best plan found from no plan file, beside the paper's compiled the same way.
+
+    python -m benchmarks.search.found_rows --rows=3_32x8 [--propagated=1000]
+        [--budget=4] [--print_only]
+
+For a row of GSPMD's tables the space is built from the model alone, and searched at the
+paper's batch and on as many cores; the paper's plan is no starting point. The best are
+compiled, and the paper's beside them, each in its best device order. What comes out is
+kept in tests/data/found_rows.json. Wants libtpu; seconds of search are CPU seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from absl import app, flags
+
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.devices.topology import topology
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.planning.search.found.found_plans import (
+    PlanFinder,
+    table_text,
+)
+from meshwright.trainers.planning.search.found.joined import choices
+from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
+from meshwright.trainers.planning.search.search import Compile
+from meshwright.trainers.planning.search.search_screen import SearchSpace
+from meshwright.trainers.planning.search.search_space import (
+    AS_CONFIGURED,
+    Candidate,
+    NamedPlan,
+    configured,
+    misfit,
+)
+
+KEPT = pathlib.Path(__file__).parents[2] / "tests" / "data" / "found_rows.json"
+SLICES = {
+    2: "1x1",
+    4: "1x2",
+    8: "2x2",
+    16: "2x4",
+    32: "4x4",
+    64: "4x8",
+    128: "8x8",
+    256: "8x16",
+    512: "16x16",
+    2048: "32x32",
+}
+
+
+def define_flags() -> None:
+    """Called only by this program."""
+    flags.DEFINE_list("rows", [], "Rows, as in params/paper/tableROW.gin.")
+    flags.DEFINE_integer("propagated", 1000, "Plans propagated.", lower_bound=1)
+    flags.DEFINE_integer("budget", 4, "Found plans compiled.", lower_bound=1)
+    flags.DEFINE_string("cache_dir", None, "Of compiled results, as of a search.")
+    flags.DEFINE_bool("print_only", False, "Print what is kept.")
+
+
+def space_of(row: str) -> SearchSpace:
+    """The space of a row: its own batch, on as many cores of TPU v3."""
+    file = f"paper/table{row}.gin"
+    experiment, _ = build_experiment([file], [])
+    plan = NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=experiment.plan)
+    return SearchSpace(
+        experiment=experiment,
+        gin_files=(file,),
+        gin_params=(),
+        torus=topology(f"v3:{SLICES[experiment.plan.mesh.size]}"),
+        plans=(plan,),
+        batches=(experiment.global_batch,),
+    )
+
+
+def compiled(space: SearchSpace, candidate: Candidate, cache: PlanCache) -> dict:
+    """What is kept of a compiled candidate."""
+    result = Compile(space, candidate, cache).result()
+    tables = candidate.plan.on(candidate.mesh)
+    return {
+        "mesh": list(candidate.mesh),
+        "recomputed": str(candidate.policy),
+        "plan": table_text(tables),
+        "s": result.seconds,
+        "gb": result.peak and result.peak / 2**30,
+        "refusal": result.refusal,
+    }
+
+
+def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, Any]:
+    """Searches for a row's plan."""
+    space, begun = space_of(row), _cpu()
+    clock = time.monotonic()
+    finder = PlanFinder(space.experiment, choices(space), space.torus, known={})
+    finder.find([], most=most, tell=lambda progress: None)
+    took = _cpu() - begun
+    progress = finder.finder.progress
+    found = []
+    for candidate, plan in finder.candidates(budget):
+        if misfit(space.experiment, candidate, space.torus) is None:
+            made = compiled(space, candidate, cache)
+            found.append({**made, "propagated_s": plan.priced.seconds})
+    paper = configured(space.experiment)
+    known = finder.look_up(paper)
+    return {
+        "row": row,
+        "topology": space.torus.name,
+        "considered": progress.considered,
+        "propagated": progress.propagated,
+        "propagation_cpu_s": round(took, 1),
+        "cpu_s": round(_cpu() - begun, 1),
+        "wall_s": round(time.monotonic() - clock, 1),
+        "best": list(_best(finder)),
+        "found": found,
+        "paper": {
+            **compiled(space, paper, cache),
+            "propagated_s": known and known.priced.seconds,
+        },
+    }
+
+
+def _best(finder: PlanFinder) -> Iterator[dict[str, Any]]:
+    """By propagation the best that fits of each mesh and recomputation."""
+    seen = set()
+    for found in finder.finder.ranked():
+        key = found.point.step, found.point.shape
+        if key not in seen and finder.finder.fits(found):
+            seen.add(key)
+            yield {
+                "mesh": list(found.point.shape),
+                "recomputed": str(finder.choices[found.point.step].policy),
+                "s": round(found.priced.seconds, 4),
+                "gb": round(found.priced.memory / 2**30, 1),
+            }
+
+
+def _cpu() -> float:
+    """CPU seconds of this process and of those that compiled for it."""
+    both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, both))
+
+
+def print_row(kept: dict[str, Any]) -> None:
+    """A line for the row, one for each compiled plan, and the best one's table."""
+    paper = kept["paper"]
+    print(
+        f"{kept['row']} on {kept['topology']}: {kept['considered']} considered, "
+        f"{kept['propagated']} propagated in {kept['propagation_cpu_s']} s, "
+        f"{len(kept['found'])} compiled; {kept['cpu_s']} CPU s, {kept['wall_s']} s"
+    )
+    for best in kept["best"][:6]:
+        print(
+            f"  by propagation {best['mesh']!s:<14}{best['recomputed']:<12}"
+            f"{best['s']:8.3f} s, {best['gb']:.1f} GiB"
+        )
+    timed = [found for found in kept["found"] if found["s"] is not None]
+    for one in [paper, *kept["found"]]:
+        name = "paper" if one is paper else "found"
+        price = one["propagated_s"] and f"{one['propagated_s']:8.3f}"
+        if one["s"] is None:
+            print(f"  {name} {one['mesh']} {one['recomputed']}: {one['refusal']}")
+            continue
+        print(
+            f"  {name} {one['mesh']!s:<14}{one['recomputed']:<12}{one['s']:8.3f} s "
+            f"({one['s'] / paper['s'] - 1:+.1%}), propagated {price}, "
+            f"{one['gb']:.1f} GiB"
+        )
+    if timed:
+        print("\n".join(min(timed, key=lambda found: found["s"])["plan"]))
+
+
+def main(_) -> None:
+    """Searches for the rows of the flag, keeps and prints them."""
+    set_platform("cpu")
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    cache = PlanCache(folder=pathlib.Path(flags.FLAGS.cache_dir or default_folder()))
+    for row in flags.FLAGS.rows or kept:
+        if not flags.FLAGS.print_only:
+            given = flags.FLAGS.propagated, flags.FLAGS.budget
+            kept[row] = searched(row, *given, cache)
+            KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        print_row(kept[row])
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,85 @@
+"""Which plans are alike, so that one of them is compiled, and the plainest is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from meshwright.trainers.planning.search.found.finding import Finder, Found, Point
+
+# Costs that differ by less, and plans that differ in less of what is in memory.
+_NEAR = 0.004
+_SMALL = 0.02
+
+
+def plainest(finder: Finder, found: Found) -> Found:
+    """The same program by a plan without the names that do not matter to it."""
+    for number, mask in enumerate(found.point.masks):
+        if mask:
+            masks = list(found.point.masks)
+            masks[number] = 0
+            other = finder.look_up(dataclasses.replace(found.point, masks=tuple(masks)))
+            if other is not None and other.priced.same(found.priced):
+                found = other
+    return found
+
+
+def distinct(finder: Finder, most: int) -> list[Found]:
+    """The best that was propagated, best first; of plans that are alike one.
+
+    Alike are plans of the same cost that split alike what fills the memory, or whose
+    mesh axes of one size change places. What costs the same and splits large tensors
+    otherwise is no other program to propagation, but may be one to the compiler.
+    """
+    shares = [_shares(finder, step) for step in range(len(finder.steps))]
+    kept: list[Found] = []
+    for found in finder.ranked():
+        if len(kept) == most:
+            break
+        mine = shares[found.point.step]
+        if not any(_is_alike(finder, mine, found, other) for other in kept):
+            kept.append(found)
+    return kept
+
+
+def _shares(finder: Finder, step: int) -> list[float]:
+    """For each name the share of the bytes in memory that it may split."""
+    held = finder.steps[step].held
+    total = sum(one.bytes for one in held)
+    shares = [0.0] * len(finder.steps[step].names)
+    for one in held:
+        for name in itertools.chain(*(one.dims or ())):
+            shares[int(name[1:])] += one.bytes / total
+    return shares
+
+
+def _is_alike(finder: Finder, shares: list[float], one: Found, other: Found) -> bool:
+    if (one.point.step, one.point.shape) != (other.point.step, other.point.shape):
+        return False
+    pairs = (
+        (finder.cost(one), finder.cost(other)),
+        (one.priced.memory, other.priced.memory),
+    )
+    if not all(math.isclose(*pair, rel_tol=_NEAR) for pair in pairs):
+        return False
+    return any(
+        sum(
+            share
+            for share, mask, its in zip(shares, masks, other.point.masks, strict=True)
+            if mask != its
+        )
+        < _SMALL
+        for masks in _mirrored(one.point)
+    )
+
+
+def _mirrored(point: Point) -> Iterator[tuple[int, ...]]:
+    """The masks, and those with mesh axes of one size exchanged."""
+    for order in itertools.permutations(range(len(point.shape))):
+        if all(point.shape[i] == point.shape[j] for i, j in enumerate(order)):
+            yield tuple(
+                sum(1 << j for i, j in enumerate(order) if mask >> i & 1)
+                for mask in point.masks
+            )
