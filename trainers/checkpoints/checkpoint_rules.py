@@ -211,7 +211,8 @@ class InitializeFrom(Checked):
             raise ValueError(
                 f"InitializeFrom.only has {pattern!r}, no regular expression: {error}"
             ) from None
-        if self.read_mapping() is not None and self.read_rules():
+        rules = self.read_rules()
+        if self.read_mapping() is not None and rules:
             raise ValueError(
                 "InitializeFrom.mapping says where each tensor goes, and rules say it "
                 "too: leave out one of them"
