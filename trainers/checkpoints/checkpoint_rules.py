@@ -154,9 +154,9 @@ class InitializeFrom(Checked):
       part: the part of the state to take, "theta" or "ema".
       rules: lines as above.
       rules_file: a file of more such lines, with comments behind `#`; "" for none.
-      mapping: of published weights of a family of your own, a file that says which
-        tensor is which weight, see `mapping_files.py`; config.json is not read then. ""
-        for a family of published models.
+      mapping: a file that maps tensors to weights, for published weights of your own
+        family (`mapping_files.py`); then config.json is not read. "" for the families
+        of published models.
       only: regular expressions of paths; other weights are initialized as usual. ()
         for all.
       missing: "error" or "initialize", for weights that the checkpoint lacks.
