@@ -289,6 +289,7 @@ def transformer_layer(
     has_memory: bool = False,
     logits_dtype: tf.DType | None = tf.float32,
     num_kv_heads: int | None = None,
+    query_scale: float | None = None,
     logit_cap: float | None = None,
     qk_norm: bool = False,
     sink: Sink = Sink.NONE,
@@ -296,6 +297,8 @@ def transformer_layer(
     kernel: Kernel = Kernel.AUTO,
     rotary_base: float = 10000.0,
     rotary_scaling: RotaryScaling | None = None,
+    num_buckets: int = 32,
+    max_distance: int = 128,
     order: Order = Order.SEQUENTIAL,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
@@ -316,6 +319,8 @@ def transformer_layer(
       has_memory: adds cross-attention, for a decoder.
       logits_dtype: of attention, see `MultiHeadAttention`.
       num_kv_heads: likewise.
+      query_scale: likewise; 1.0 for T5, where the weights of queries begin smaller by
+        D^-0.5 instead.
       logit_cap: likewise.
       qk_norm: likewise.
       sink: likewise, of attention to the sequence itself.
@@ -323,6 +328,9 @@ def transformer_layer(
       kernel: likewise.
       rotary_base: likewise.
       rotary_scaling: likewise.
+      num_buckets: likewise, for `PositionKind.RELATIVE`; a `SharedRelativeBias` has its
+        own.
+      max_distance: likewise, for `PositionKind.RELATIVE` and `PositionKind.SHARED`.
       order: see `TransformerLayer`; in parallel both parts read one norm, as in PaLM.
 
     Raises:
@@ -352,6 +360,7 @@ def transformer_layer(
             dropout_rate=dropout_rate,
             logits_dtype=logits_dtype,
             num_kv_heads=num_kv_heads,
+            query_scale=query_scale,
             logit_cap=logit_cap,
             qk_norm=qk_norm,
             block_size=block_size,
@@ -371,6 +380,8 @@ def transformer_layer(
             sink=sink,
             rotary_base=rotary_base,
             rotary_scaling=rotary_scaling,
+            num_buckets=num_buckets,
+            max_distance=max_distance,
         ),
         feed_forward_norm=(
             None if order is Order.PARALLEL else norm(model_dims=model_dims)

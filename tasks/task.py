@@ -217,9 +217,16 @@ class Task(Checked):
         return {}
 
     def train_flops(self, global_batch: int) -> float:
-        """Model FLOPs of one training step: no recomputation counted; 0: not known."""
+        """Model FLOPs of one training step on all devices together.
+
+        A multiplication and an addition are two FLOPs. Forward and backward passes
+        count, recomputation does not; 0 if they are not known.
+        """
         return 0.0
 
     def tokens(self, global_batch: int) -> int:
-        """How many tokens, or other parts of examples, one step trains on."""
+        """How many tokens, or other parts of examples, one step trains on.
+
+        By default the examples of the batch; `token_name` is what they are called.
+        """
         return global_batch

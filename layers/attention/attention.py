@@ -66,7 +66,10 @@ class MultiHeadAttention(Layer):
         `RelativeVectors` or `RelativeSinusoids`. NONE for a memory.
       rotary_base: for rotary positions, see `rotate`.
       rotary_scaling: for long contexts, such as `YarnScaling`; None: as they are.
-      num_buckets, max_distance: for relative positions, see `relative_bucket`.
+      num_buckets: of relative positions, T5's buckets: distances below half of their
+        number have one each (of FULL masks a quarter, to either side), longer ones
+        share buckets that widen logarithmically.
+      max_distance: all distances from here on are in the last bucket.
       dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each projection of queries, keys and values.
       use_out_bias: adds one to the fourth projection; None: as `use_bias`.

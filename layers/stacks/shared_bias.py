@@ -29,9 +29,10 @@ class SharedRelativeBias(Layer):
     bucket of distances is a weight of this layer; its gradient is the sum over layers.
 
     Args:
-      stack: the layers, not in a pipeline, which cuts what its layers get in
-        microbatches: a table has none.
-      num_buckets: see `relative_bucket`, as for `MultiHeadAttention.max_distance`.
+      stack: the layers. Not a `Pipeline`: it divides its inputs into microbatches, and
+        a table has no batch dim.
+      num_buckets: how many buckets of distances there are, see
+        `MultiHeadAttention.num_buckets`; the layers have `max_distance`.
 
     Raises:
       ValueError: a pipeline; a layer that does not read the bias; layers with different

@@ -52,6 +52,20 @@ def test_rotary_positions_of_the_layer_itself_are_set():
     assert layer.cross_attention.rotary_scaling is None
 
 
+def test_settings_of_t5s_attention_reach_it():
+    layer, _ = build(
+        positions=PositionKind.RELATIVE,
+        num_buckets=6,
+        max_distance=20,
+        query_scale=1.0,
+        has_memory=True,
+    )
+    assert (layer.attention.num_buckets, layer.attention.max_distance) == (6, 20)
+    assert layer.attention.query_scale == layer.cross_attention.query_scale == 1.0
+    with pytest.raises(ValueError, match=r"MultiHeadAttention.max_distance is 0"):
+        build(max_distance=0)
+
+
 def test_a_part_that_is_dropped_leaves_the_stream_as_it_was():
     layer, theta = build()
     layer = TransformerLayer(

@@ -27,4 +27,6 @@ QUICK = "gather_of_split_rows-gspmd"  # Its repair sends something.
     ],
 )
 def test_a_repair_costs_what_the_page_says(failure):
-    assert fault_table.measured(failure) == fault_table.bytes_on_page()[failure.name]
+    costs = fault_table.bytes_on_page()
+    assert failure.name in costs, "run python -m tests.operators.fault_table"
+    assert fault_table.measured(failure) == costs[failure.name]

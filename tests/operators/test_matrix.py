@@ -97,7 +97,8 @@ def test_what_meets_a_fault_is_repaired(failure):
 def test_a_row_of_a_table_is_needed_still(failure):
     """If this fails with a new jaxlib that has mended it, set `until` of the row."""
     (verdict,) = judge([failure.case], failure.partitioner, without=failure.without)
-    assert verdict.outcome is failure.outcome, verdict.text
+    is_right = "right without the row: not the smallest, or mended in this XLA"
+    assert verdict.outcome is failure.outcome, verdict.text or is_right
 
 
 @over([failure for failure in KNOWN_FAILURES if failure.is_slow])

@@ -60,6 +60,20 @@ from meshwright.trainers.startup.messages import log_line
 log = logging.getLogger("absl")
 
 
+def check_is_there(source: InitializeFrom) -> None:
+    """Checks that there is something at a checkpoint's path, whatever it is.
+
+    Raises:
+      CheckpointError: there is nothing, and no TensorFlow checkpoint of that prefix.
+    """
+    path = os.path.expanduser(source.checkpoint)
+    if "://" not in path and not (os.path.exists(path) or tf_checkpoint(path)):
+        raise CheckpointError(
+            f"InitializeFrom.checkpoint is {path}, and nothing is there: name the "
+            "folder or file of weights to start from"
+        )
+
+
 def weights_from(
     source: InitializeFrom, theta: NestedMap, task: Task | None = None
 ) -> dict[str, jax.Array]:

@@ -11,6 +11,7 @@ import tensorstore as ts
 
 from meshwright.framework.compiler.xla.processes import is_first_process
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.startup.messages import log_line
 
 
@@ -65,18 +66,17 @@ class Transfer:
         while not self._ended.wait(self.interval):
             done, rate = self._so_far()
             log_line(
-                "%s: %.2f of %.2f GB, %.2f GB/s",
+                "%s: %s of %s, %s/s",
                 self._what,
-                min(done, self._total) / 1e9,
-                self._total / 1e9,
-                rate / 1e9,
+                bytes_text(min(done, self._total)),
+                bytes_text(self._total),
+                bytes_text(rate),
             )
             has_logged = True
         if has_logged:
             done, rate = self._so_far()
-            log_line(
-                "%s: ended, %.2f GB at %.2f GB/s", self._what, done / 1e9, rate / 1e9
-            )
+            done, rate = map(bytes_text, (done, rate))
+            log_line("%s: ended, %s at %s/s", self._what, done, rate)
 
     def _so_far(self) -> tuple[int, float]:
         done = self._done() - self._begin

@@ -38,6 +38,7 @@ PARAMS = pathlib.Path(__file__).parents[2] / "params"
 
 DTYPES = ("float32", "bfloat16", "float16")
 """TensorFlow's dtypes that are constants of gin files."""
+_PLANS_MACRO = "MESH_SHAPE"
 # Limits of a configuration; shipped configurations have a hundred references and ten
 # files at most. Where each macro names the next twice, or each file includes the next
 # twice, twenty make a million.
@@ -251,6 +252,8 @@ def _why_inoperative(binding: Binding) -> str | None:
             for scope, selector in references(bound.value)
             if selector == MACRO
         }
+        if macro == _PLANS_MACRO and not bound_parameters("ShardingPlan"):
+            return _no_plan()
         hint = nearest(macro, referred, prefix="%")
         return f"nothing in use refers to %{macro}: remove it{hint}"
     if not calls:
@@ -265,6 +268,15 @@ def _why_inoperative(binding: Binding) -> str | None:
     return (
         f"every {name} got its {binding.parameter} from code or from the binding of an "
         "inner scope: remove this binding"
+    )
+
+
+def _no_plan() -> str:
+    plans = sorted(file.name for file in PARAMS.glob("plans/*.gin"))
+    return (
+        f"no plan refers to %{_PLANS_MACRO}, as none is included, and without one the "
+        "job uses one device: include one, by include 'plans/data_tensor.gin' or "
+        f"--gin_file=plans/data_tensor.gin\n    plans/ has {', '.join(plans)}"
     )
 
 

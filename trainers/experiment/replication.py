@@ -116,7 +116,10 @@ def report_lines(
         f"replicated on each of {mesh.size} devices: {len(tensors)} tensors of state "
         f"and batch, {total}"
     )
-    return [first, *"\n".join(map(str, tensors[:_LARGEST])).splitlines()]
+    lines = "\n".join(map(str, tensors[:_LARGEST])).splitlines()
+    if (more := len(tensors) - _LARGEST) > 0:
+        lines.append(f"  {more} more")
+    return [first, *lines]
 
 
 def report_text(tensors: Sequence[ReplicatedTensor]) -> str:

@@ -56,26 +56,26 @@ def _verdict(document: Document) -> str:
     return f"does not fit: {over} more than the {bytes_text(limit)} of a device"
 
 
-def _flops_text(document: Document) -> str:
-    flops = document["model_flops"]
-    return prefixed(flops, "FLOP") if flops else "unknown number of FLOP"
+_UNKNOWN = "unknown, as the task has no train_flops"
 
 
 def _summary(document: Document) -> Iterator[Section]:
     scalars = ("peak_bytes", "memory_limit", "step_seconds", "flops_utilization")
     peak, limit, step, utilization = (document[name] for name in scalars)
     weights = prefixed(document["num_weights"], " weights")
+    flops = document["model_flops"]
     facts = {
         "model": f"{document['model']}, {weights}",
         "devices": f"{document['devices']}, partitioned by {document['partitioner']}",
         "peak of a device": f"{bytes_text(peak)} ({share_text(peak, limit)})",
-        "model, a step": _flops_text(document),
+        "model, a step": _UNKNOWN if flops is None else prefixed(flops, "FLOP"),
     }
     if step is not None:
         facts["step, estimated"] = seconds_text(step) + _error_bar(document)
         if (least := document["roofline_seconds"]) is not None:
             facts["by roofline alone"] = seconds_text(least)
-        facts["FLOPS utilization"] = share_text(utilization)
+        known = utilization is not None
+        facts["FLOPS utilization"] = share_text(utilization) if known else "unknown"
     if document["fits"]:
         facts["compiling"] = f"{document['compile_seconds']:.1f} s"
     yield Section(
@@ -152,6 +152,14 @@ def _timeline(document: Document) -> Iterator[Plot]:
         )
 
 
+def _use_of_peak(document: Document) -> str:
+    peak = f"the devices' peak, {prefixed(document['peak_flops'], 'FLOP')}/s"
+    if (flops := document["model_flops"]) is None:
+        return f"The model's FLOPs are {_UNKNOWN}, and so is their share of {peak}."
+    share = share_text(document["flops_utilization"])
+    return f"The model's {prefixed(flops, 'FLOP')} use {share} of {peak}."
+
+
 def _time(document: Document) -> Iterator[Section]:
     parts, step = document["parts"], document["step_seconds"]
     if parts is None:
@@ -169,9 +177,7 @@ def _time(document: Document) -> Iterator[Section]:
         title="Time of a step",
         notes=[
             f"{seconds_text(step)} by estimate: {_error_text(document)}.",
-            f"The model's {_flops_text(document)} use "
-            f"{share_text(document['flops_utilization'])} of the devices' peak, "
-            f"{prefixed(document['peak_flops'], 'FLOP')}/s.",
+            _use_of_peak(document),
         ],
         fields=("seconds", "share", "part"),
         rows=_shares(shares, step, "seconds"),

@@ -93,7 +93,8 @@ class CompileReport:
         None if it is not known.
       collectives: the collectives of a step, longest first; on cpu largest first.
       replicated: the tensors of state and batch that every device holds in full.
-      model_flops: FLOPs of a step over all devices, as the task counts them.
+      model_flops: FLOPs of a step over all devices, as the task counts them; None if
+        it does not.
     """
 
     experiment: Experiment
@@ -114,7 +115,7 @@ class CompileReport:
     recompute_seconds: float | None
     collectives: tuple[CollectiveSum, ...]
     replicated: tuple[ReplicatedTensor, ...]
-    model_flops: float
+    model_flops: float | None
 
     def _repr_html_(self) -> str:
         """For notebooks: the page that --html_out writes."""
@@ -181,7 +182,7 @@ class CompileReport:
     @property
     def flops_utilization(self) -> float | None:
         """The model's FLOPs over those that all devices could do in a step's time."""
-        if self.step_seconds is None:
+        if self.step_seconds is None or self.model_flops is None:
             return None
         return self.model_flops / (self.peak_flops * self.step_seconds)
 
@@ -280,7 +281,7 @@ def _report(
             program, _sent(module, mesh, times), experiment.steps_per_loop
         ),
         replicated=tuple(replicated_state(programs)),
-        model_flops=experiment.task.train_flops(experiment.global_batch),
+        model_flops=experiment.task.train_flops(experiment.global_batch) or None,
     )
 
 

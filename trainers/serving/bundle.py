@@ -41,6 +41,7 @@ from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving import run_bundle
+from meshwright.trainers.startup.messages import log_line
 from meshwright.trainers.training.evaluation import sums_over
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -232,6 +233,11 @@ def _expected(
         state = TrainState.initial(programs)
     else:
         state = TrainState(programs, logical)
+    log_line(
+        "compiling and running the programs on %d batches, for the results that "
+        "--check compares with (--noexpected leaves them out)",
+        len(batches),
+    )
 
     def evaluated() -> dict[str, Any]:
         rows = range(programs.experiment.global_batch)

@@ -1,4 +1,4 @@
-"""Files to write, checked to be writable before the work they are for."""
+"""Files to write and to read, checked before the work they are for."""
 
 from __future__ import annotations
 
@@ -48,6 +48,24 @@ def check_folder(flag: flags.FlagHolder) -> None:
             f"--{flag.name}={flag.value} cannot be written "
             f"({(error.strerror or str(error)).lower()}): name another folder"
         ) from None
+
+
+def check_saved(flag: flags.FlagHolder) -> None:
+    """Checks that the run's folder that a flag names has a folder of checkpoints.
+
+    Whether one in it is intact is not looked at, nor is what is not on a disk.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if flag.value is None or "://" in flag.value:
+        return
+    folder = pathlib.Path(flag.value).expanduser().absolute() / "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no checkpoint in {folder}: name the folder of a run that has "
+            f"saved one by --{flag.name}, or train first"
+        )
 
 
 def writable(folder: pathlib.Path) -> str:

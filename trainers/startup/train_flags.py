@@ -71,9 +71,11 @@ def check() -> None:
 
     Raises:
       ValueError: see `profile_steps` and `process_flags.check`; or the folder to train
-        in cannot be written.
+        in cannot be written, or that to evaluate has no checkpoints.
     """
     profile_steps()
     process_flags.check(PLATFORM.value)
-    if MODE.value != "eval" and not DRY_RUN.value:
+    if MODE.value == "eval":
+        files.check_saved(MODEL_DIR)
+    elif not DRY_RUN.value:
         files.check_folder(MODEL_DIR)

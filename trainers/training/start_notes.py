@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
@@ -63,6 +64,16 @@ def _ends(config: object) -> Iterator[tuple[str, float]]:
             yield from _ends(value)
         elif field.name == "end_step" and value is not None:
             yield f"{type(config).__name__}.{field.name}", value
+
+
+def warn_of_no_plan(plan: ShardingPlan, devices: int) -> None:
+    """Warns if no plan was given, and most of `devices` do nothing."""
+    if plan == ShardingPlan() and devices > 1:
+        log.warning(
+            "no sharding plan is given, so that one of %d devices is used: include a "
+            "plan, such as plans/data_tensor.gin, and set MESH_SHAPE",
+            devices,
+        )
 
 
 def warn_of_unknown_dims(programs: StepPrograms) -> None:

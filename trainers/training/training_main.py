@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+import jax
+
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.compiler.xla.processes import (
     check_takes_part,
@@ -17,14 +19,19 @@ from meshwright.framework.compiler.xla.processes import (
 from meshwright.framework.sizes import number_text
 from meshwright.tasks.task import Task
 from meshwright.trainers import cli
-from meshwright.trainers.checkpoints.checkpoints import CheckpointError
+from meshwright.trainers.checkpoints.checkpoint_initialize import check_is_there
+from meshwright.trainers.checkpoints.checkpoints import (
+    Access,
+    CheckpointError,
+    Checkpoints,
+)
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError, Peers
 from meshwright.trainers.startup import compile_cache, train_flags
 from meshwright.trainers.training import evaluation, loop
-from meshwright.trainers.training.start_notes import start_notes
+from meshwright.trainers.training.start_notes import start_notes, warn_of_no_plan
 
 
 def _start() -> tuple[processes.Membership | None]:
@@ -56,6 +63,7 @@ def _run(
         compile_cache.use(cli.COMPILE_CACHE.value, is_alone=membership is None)
         set_platform(platform, devices, standstill_seconds=still)
         check_takes_part(experiment.plan.mesh)
+        warn_of_no_plan(experiment.plan, jax.device_count())
         processes.check_shared(run.model_dir)
         return _train_or_evaluate(experiment, run, peers)
 
@@ -82,6 +90,8 @@ def _train_or_evaluate(
 ) -> int | None:
     if train_flags.MODE.value == "eval":
         loop.check_is_saved(run)
+    else:
+        _check_has_a_start(experiment, run)
     programs = StepPrograms(experiment)
     output = sys.stdout if is_first_process() else io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -104,6 +114,18 @@ def _train_or_evaluate(
         return cli.INTERRUPTED
     is_done = result.stop is None or result.step >= experiment.num_steps
     return None if is_done else train_flags.STOPPED_STATUS.value
+
+
+def _check_has_a_start(experiment: Experiment, run: loop.Run) -> None:
+    """Checks that the weights to start from are there, before a program is traced.
+
+    Raises:
+      CheckpointError: they are not, and the run has no checkpoint to go on from.
+    """
+    if (source := experiment.initialize_from) is not None:
+        with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+            if checkpoints.latest_step() is None:
+                check_is_there(source)
 
 
 def _print_result(task: Task, result: loop.TrainResult, seconds: float) -> None:

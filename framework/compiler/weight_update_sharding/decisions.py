@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
@@ -79,6 +80,12 @@ class UpdateReport:
             return f"{what} none is sharded, as that failed: {self.failed}"
         if not self.lines:
             return f"{what} none is repeated along {axes}"
+        if not self.sharded:
+            largest = max(self.lines, key=lambda line: math.prod(line.shape))
+            return (
+                f"{what} none of {len(self.lines)} sharded over {axes}; of the "
+                f"largest, {largest.names[0]}: {largest.why}"
+            )
         return (
             f"{what} {len(self.sharded)} of {len(self.lines)} sharded over {axes}, "
             f"{kept} less state on each device"

@@ -109,7 +109,9 @@ class ConstantSchedule(Schedule):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmup(Schedule):
-    """The smaller of `schedule` and a line from 0 to `schedule`'s value at step 0.
+    """Rises in `steps` updates from 0 to `schedule`'s value at step 0.
+
+    It is never above `schedule`: the value is the smaller of the two.
 
     Made for a schedule that does not rise. If that stays level for `steps` (by its own
     `start_step`), the line meets it where it starts to fall.

@@ -18,6 +18,10 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
     batch_bytes,
 )
+from meshwright.framework.compiler.weight_update_sharding.decisions import (
+    UpdateLine,
+    UpdateReport,
+)
 from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
 from meshwright.framework.devices.hardware import TPU_KINDS
@@ -144,6 +148,31 @@ def test_auto_leaves_alone_what_does_not_pay():
 
 
 @pytest.mark.parametrize("mode", [AUTO, ALL])
+def test_that_no_update_is_sharded_is_said_with_a_reason():
+    def line(name, shape, why):
+        return UpdateLine(
+            names=(name,),
+            shape=shape,
+            ops=1,
+            format="",
+            why=why,
+            state_saved_bytes=0,
+            traffic_saved_bytes=0,
+            gathered_bytes=0,
+            gain=0.0,
+        )
+
+    left = line("theta.a", (2,), "too small"), line("theta.b", (9, 9), "it would cost")
+    report = UpdateReport(mode="auto", data_axes=("X",), lines=left)
+    assert report.summary() == (
+        "weight updates (auto): none of 2 sharded over X; of the largest, theta.b: it "
+        "would cost"
+    )
+    sharded = line("theta.c", (3,), "")
+    report = dataclasses.replace(report, lines=(*left, sharded))
+    assert "1 of 3 sharded over X, 0 B less state" in report.summary()
+
+
 def test_what_has_no_dim_to_split_is_left_alone(mode):
     def fn(w, v, x):
         g, h = gradients(lambda w, v: mean_square(x * w + v), w, v)

@@ -249,6 +249,8 @@ TRAINED = (
     "SharedRelativeBias.stack = @Repeat()",
     "SharedRelativeBias.num_buckets = 8",
     "transformer_layer.positions = %PositionKind.SHARED",
+    "transformer_layer.max_distance = 6",
+    "transformer_layer.query_scale = 1.0",
     "transformer_layer.dropout_rate = 0.1",
     "SEQUENCE_LENGTH = 13",
 )

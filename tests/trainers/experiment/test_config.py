@@ -167,7 +167,8 @@ def test_scopes_macros_enums_and_dtypes():
         (
             "Outer.first = @Classify()",
             r"If Classify is a class of yours, the gin file must import the module "
-            r"that registers it:\n    import my_package.my_task",
+            r"that registers it:\n    import my_package.my_task\n  or .*"
+            r"--import=my_package.my_task, which",
         ),
         (
             "import no.such.module",
@@ -251,6 +252,16 @@ def test_binding_without_effect_is_an_error(line, message):
         config.load([], [*lines, line])
         gin.get_configurable(Outer)(name="from code")
         config.check_all_operative()
+
+
+def test_a_mesh_without_a_plan_is_told_to_include_one():
+    config.load([], ["MESH_SHAPE = (4, 2)"])
+    message = (
+        r"MESH_SHAPE = \(4, 2\)\n.*no plan .*uses one device: include .*"
+        r"--gin_file=plans/data_tensor.gin\n +plans/ has .*ring.gin, .*spatial_2d.gin"
+    )
+    with pytest.raises(config.ConfigError, match=message):
+        config.check_all_referred("Outer")
 
 
 def test_errors_of_the_classes_themselves_pass_through():

@@ -1,10 +1,12 @@
 """Every shipped gin file builds, abstractly; its shardings are those agreed on."""
 
+import math
 import re
 
 import pytest
 
 from meshwright.framework.compiler.lowering.lower import lower
+from meshwright.layers.attention.positions import PositionKind
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.config import PARAMS
 from meshwright.trainers.experiment.sharding_text import sharding_text
@@ -107,3 +109,14 @@ def test_the_dense_baseline_has_the_flops_of_the_experts():
         experiment, _ = build_experiment([f"mt/gettext_{name}.gin"], [])
         flops.append(experiment.task.train_flops(experiment.global_batch))
     assert flops[1] == pytest.approx(flops[0], rel=0.005)
+
+
+def test_the_example_from_t5x_sets_what_its_comments_name():
+    """T5X's attention, and create_learning_rate_scheduler's formula."""
+    experiment, _ = build_experiment(["docs/examples/from_t5x.gin"], [])
+    attention = experiment.task.stack.stack.body.attention
+    assert attention.positions is PositionKind.SHARED and attention.query_scale == 1
+    schedule, base, warmup = experiment.optimizer.learning_rate, 0.05, 20
+    for step in (0, 1, 19, 20, 21, 80):
+        factors = min(1, step / warmup) * math.sqrt(warmup / max(step, warmup))
+        assert float(schedule(step)) == pytest.approx(base * factors)

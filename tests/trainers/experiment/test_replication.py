@@ -71,7 +71,9 @@ def test_report_lines_are_few():
         f"{total} B"
     )
     assert sum(line.startswith("  64 B float32[") for line in rest) == 3
-    assert 3 < len(rest) <= 6 and max(map(len, rest)) <= 80
+    assert 3 < len(rest) <= 7 and max(map(len, rest)) <= 80
+    assert rest[-1] == f"  {len(tensors) - 3} more"
+    assert len(replication.report_lines(programs, tensors[:3])) == len(rest)
     assert "names no axis" in " ".join(rest[:2])
 
 

@@ -255,6 +255,7 @@ TIMES = {
     "parts": {"matrix": 0.6, "all-gather": 0.4},
     "of_which": {"recomputed": 0.25},
     "step_seconds": 1.0,
+    "model_flops": 5e11,
     "flops_utilization": 0.5,
     "peak_flops": 1e12,
 }
@@ -270,6 +271,18 @@ def error_of(kind):
         "worst": error.worst,
         "worst_of_all": ALL_STEPS.worst,
     }
+
+
+def test_flops_that_a_task_does_not_count_are_unknown(planned):
+    times = TIMES | {"step_error": error_of(None)}
+    document = planned("cpu").document | times
+    assert "use 50.0% of the devices' peak, 1 TFLOP/s" in plan_html.page(document)
+    document |= {"model_flops": None, "flops_utilization": None}
+    texts = [" ".join(show(document).split()) for show in (plan_html.page, plan_text)]
+    for text in map(html.unescape, texts):
+        assert "unknown, as the task has no train_flops, and so is" in text
+        assert re.search(r"FLOPS utilization\W+(<[^>]*>)*unknown", text)
+        assert "0.0% of the devices' peak" not in text
 
 
 @pytest.mark.parametrize("kind", [*ModelKind, None])

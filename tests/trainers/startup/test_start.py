@@ -122,6 +122,11 @@ def test_help_needs_no_tensorflow(name):
             r"1 gin binding.*\n  SGD.learning_rate = 1\n    gin built no SGD: refer to",
         ),
         ("train", [TINY, "--model_dir=/proc/x"], "--model_dir=/proc/x cannot be writt"),
+        (
+            "train",
+            [TINY, "--model_dir=/proc/x", "--mode=eval"],
+            "there is no checkpoint in /proc/x/checkpoints: name the folder of a run",
+        ),
         ("train", [TINY, "--model_dir=x", "--num_processes=2"], "without --coordinat"),
         ("plan", [TINY, "--topology=banana"], "banana is no topology: give cpu, or a "),
         ("plan", [TINY, "--search"], "--search ranks .*: name one, as in --topology=v"),

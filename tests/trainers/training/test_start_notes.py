@@ -4,9 +4,10 @@ import logging
 
 import pytest
 
+from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.trainers.training import loop
 from meshwright.trainers.training.saved_config import changes, hyperparameters
-from meshwright.trainers.training.start_notes import start_notes
+from meshwright.trainers.training.start_notes import start_notes, warn_of_no_plan
 from tests.trainers.small_run import at, small_programs
 
 CONFIG = """
@@ -39,6 +40,17 @@ def test_a_schedule_that_does_not_come_to_its_end_is_said():
         "Experiment.num_steps = 20 ends the training before CosineSchedule.end_step = "
         "50: the schedule does not reach its end"
     ]
+
+
+def test_a_job_without_a_plan_is_warned_of_devices_that_do_nothing(caplog):
+    warn_of_no_plan(ShardingPlan(), 1)
+    warn_of_no_plan(small_programs().experiment.plan, 8)
+    assert not caplog.records
+    warn_of_no_plan(ShardingPlan(), 8)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    remedy = "one of 8 devices is used: include a plan, such as plans/data_tensor.gin"
+    assert remedy in record.getMessage()
 
 
 def test_hyperparameters_are_numbers_and_texts():

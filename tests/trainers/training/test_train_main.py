@@ -134,6 +134,16 @@ def test_bad_flag(tmp_path, more_flags, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_to_start_from_that_are_not_there(tmp_path, monkeypatch):
+    """Told before anything is traced; a run that has a checkpoint needs none."""
+    start = ["Experiment.initialize_from = @InitializeFrom()"]
+    start.append(f"InitializeFrom.checkpoint = '{tmp_path}/gone'")
+    with monkeypatch.context() as patched:
+        patched.setattr(training_main, "StepPrograms", None)
+        error = error_of(tmp_path / "run", *start)
+    assert f"checkpoint is {tmp_path}/gone, and nothing is there: name the" in error
+
+
 def test_traceback_on_demand(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         call_main(tmp_path, "TextFiles.root = '/none'", traceback="true")

@@ -82,7 +82,9 @@ def message(text: str) -> str:
             return text
         return (
             f"{text}\n  If {name} is a class of yours, the gin file must import the "
-            "module that registers it:\n    import my_package.my_task"
+            "module that registers it:\n    import my_package.my_task\n"
+            "  or the command be given --import=my_package.my_task, which registers "
+            "all that the\n  module defines, as @my_package.my_task.NAME."
         )
     if text.startswith("No module named"):
         return text + _where_modules_are()
@@ -189,9 +191,14 @@ def _where_modules_are() -> str:
     """Where Python looks for the modules that gin files import."""
     here = os.getcwd()
     is_searched = not {"", here}.isdisjoint(sys.path)
+    if is_searched:
+        return (
+            "\n  It is looked for in the folders of PYTHONPATH, among installed "
+            "packages, and last\n  in the working directory."
+        )
     return (
-        "\n  Python finds modules that are installed or in a folder of PYTHONPATH"
-        + ("." if is_searched else f",\n  which {here} is not: set PYTHONPATH=.")
+        "\n  Python finds modules that are installed or in a folder of PYTHONPATH,\n"
+        f"  which {here} is not: set PYTHONPATH=."
     )
 
 

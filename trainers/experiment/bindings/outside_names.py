@@ -77,8 +77,9 @@ def import_modules(names: Iterable[str]) -> None:
                     f"--import={name}: it imports {error.name}, which is not installed"
                 ) from error
             raise ValueError(
-                f"--import={name}: {error}: it is looked for in the working directory, "
-                "in the folders of PYTHONPATH, and among installed packages"
+                f"--import={name}: {error}: it is looked for in the folders of "
+                "PYTHONPATH, among installed packages, and last in the working "
+                "directory"
             ) from error
         except Exception as error:  # It may raise anything.
             raise ValueError(

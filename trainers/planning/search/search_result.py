@@ -16,7 +16,8 @@ class Result:
       device_ids: the device order of the estimate, as in `ShardingPlan`; None for the
         trainer's order.
       peak: bytes that a device needs at most at one time; None if it was refused.
-      utilization: the model's FLOPs over those that the devices could do.
+      utilization: the model's FLOPs over those that the devices could do; None if the
+        task does not count them.
       compile_seconds: wall time of tracing and compiling.
       refusal: why there is no program; None if there is one.
       too_large: whether the refusal is for want of memory.

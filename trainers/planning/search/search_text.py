@@ -10,6 +10,7 @@ from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.search.found.found_plans import table_text
 from meshwright.trainers.planning.search.search import RankedCandidate, SearchResult
+from meshwright.trainers.planning.search.search_result import Result
 from meshwright.trainers.planning.search.search_screen import SearchSpace
 from meshwright.trainers.planning.search.search_space import Candidate, portable
 
@@ -61,12 +62,16 @@ def _found(outcome: SearchResult) -> str:
     )
 
 
+def _utilization(result: Result) -> str:
+    return "-" if result.utilization is None else f"{result.utilization:.0%}"
+
+
 def _estimate(row: RankedCandidate, space: SearchSpace) -> str:
     return (
         f"{1e3 * row.seconds_per_example:.4g} ms an example, "
         f"{row.result.seconds:.4g} s a step, {bytes_text(row.result.peak)} of "
         f"{bytes_text(space.torus.kind.memory)} a device, "
-        f"{row.result.utilization:.0%} of peak FLOPs"
+        f"{_utilization(row.result)} of peak FLOPs"
     )
 
 
@@ -86,7 +91,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         mark += " " if result.device_ids is None else "+"
         yield (
             f"{mark}{1e3 * row.seconds_per_example:10.4g}{result.seconds:10.4g}"
-            f"{bytes_text(result.peak):>11}{result.utilization:6.0%}  "
+            f"{bytes_text(result.peak):>11}{_utilization(result):>6}  "
             f"{_names(candidate)}"
         )
     if any(row.promising.configured for row in shown):

@@ -45,12 +45,13 @@ def price(request: dict[str, Any]) -> Result:
         reason = report.refusal or f"{bytes_text(report.peak_bytes)} at its peak"
         return Result(refusal=_one_line(reason), too_large=True)
     seconds, order = search_order.fastest(report)
+    utilization = report.flops_utilization
     is_default = order is report.order
     return Result(
         seconds=seconds,
         device_ids=None if is_default else tuple(map(int, order.ids.flat)),
         peak=report.peak_bytes,
-        utilization=report.flops_utilization * report.step_seconds / seconds,
+        utilization=utilization and utilization * report.step_seconds / seconds,
         compile_seconds=report.compile_seconds,
     )
 

@@ -185,6 +185,20 @@ def test_the_table_fits_a_terminal(small):
     assert lines[-1].startswith("     3 left out: state and saved")
 
 
+def test_flops_that_a_task_does_not_count_are_not_shown(small):
+    found = searched(small)
+    ranked = [
+        dataclasses.replace(
+            row, result=dataclasses.replace(row.result, utilization=None)
+        )
+        for row in found.ranked
+    ]
+    unknown = dataclasses.replace(found, ranked=ranked)
+    shown, text = (search_text.table(small, it) for it in (found, unknown))
+    assert "%" in shown.splitlines()[1] and "%" not in text.splitlines()[1]
+    assert "- of peak FLOPs" in search_text.winner(small, unknown).replace("\n# ", " ")
+
+
 def test_the_smallest_of_what_cannot_fit_is_named(tmp_path):
     """16e9 weights over 8 cores: 8.7 GiB of weights and as much of gradients."""
     where = space("NUM_LAYERS = 64", files=["paper/table3_8x32.gin"], batches=(64,))
