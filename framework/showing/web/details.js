@@ -110,7 +110,7 @@ function splitsPart(side, tensor) {
     sharding.unreduced.length ? h("p", {class: "soft"},
       `Unreduced: the sum along ${sharding.unreduced.join(", ")} is not added up yet.`) : "",
     h("h3", {}, "Shards of each device"),
-    shardsDrawing(tensor, sharding, mesh, shards),
+    shardsDrawing(sharding, mesh, shards),
     devicesPart(shards),
   ];
 }
@@ -249,8 +249,17 @@ const meshText = (mesh) => mesh.axes.map((axis, i) => `${axis}=${mesh.shape[i]}`
 const programText = (program) => `${program.name} over ${meshText(program.mesh)}, `
   + program.how;
 
+/** The key in the address; "" of one that was cut off. */
+function addressed() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return "";
+  }
+}
+
 function showChosen() {
-  const entry = BY_KEY.get(decodeURIComponent(location.hash.slice(1)));
+  const entry = BY_KEY.get(addressed());
   document.body.classList.toggle("chosen", Boolean(entry));
   DETAILS.replaceChildren(...(entry ? details(entry) : overview()).flat(Infinity)
     .filter((part) => part !== "" && part !== undefined));
@@ -273,7 +282,7 @@ function start() {
   openSome(34);
   LIST.addEventListener("scroll", draw, {passive: true});
   LIST.addEventListener("keydown", onKey);
-  SEARCH.addEventListener("input", () => search(SEARCH.value.trim()));
+  SEARCH.addEventListener("input", () => search(SEARCH.value));
   SEARCH.addEventListener("keydown", (event) => {
     if (event.key === "Escape") search("");
     if (event.key === "Escape" || event.key === "ArrowDown" || event.key === "Enter") {

@@ -92,7 +92,7 @@ function arrow(bytes, axes, width = 44) {
       + `L${width} ${middle} L${width - head - .5} ${middle + Math.max(4, thick / 2 + 1.5)} Z`}) : "");
 }
 
-/** For each device, in the order of the mesh: {id, at, slices} of a tensor's dims. */
+/** For each device, in the order of the mesh: {id, at, numbers, slices} by dim of a tensor. */
 function shardsOf(tensor, sharding, mesh) {
   const count = mesh.shape.reduce((a, b) => a * b, 1), found = [];
   const along = (place, axis) => {
@@ -103,13 +103,13 @@ function shardsOf(tensor, sharding, mesh) {
     return Math.floor(coordinate / finer) % part.size;
   };
   for (let place = 0; place < count; place++) {
+    const numbers = sharding.dims.map((axes) => axes.reduce((n, axis) =>
+      n * partOf(axis, mesh).size + along(place, axis), 0));
     const slices = tensor.shape.map((size, dim) => {
-      const axes = sharding.dims[dim], shard = Math.ceil(size / splitsOf(axes, mesh));
-      const number = axes.reduce((n, axis) => n * partOf(axis, mesh).size
-        + along(place, axis), 0);
-      return [Math.min(size, number * shard), Math.min(size, (number + 1) * shard)];
+      const shard = Math.ceil(size / splitsOf(sharding.dims[dim], mesh));
+      return [0, 1].map((side) => Math.min(size, (numbers[dim] + side) * shard));
     });
-    found.push({id: mesh.ids ? mesh.ids[place] : place, slices,
+    found.push({id: mesh.ids ? mesh.ids[place] : place, numbers, slices,
       at: mesh.axes.map((axis) => `${axis}=${along(place, axis)}`).join(" ")});
   }
   return found;
@@ -130,17 +130,13 @@ function idsText(ids) {
 const MOST_CELLS = 16;
 
 /** The shards of the two dims that are split first, with the devices that hold each. */
-function shardsDrawing(tensor, sharding, mesh, shards) {
+function shardsDrawing(sharding, mesh, shards) {
   const [rows, columns] = drawnDims(sharding, mesh);
   const [down, across] = [rows, columns].map((one) => Math.min(one?.count ?? 1, MOST_CELLS));
-  const number = (slices, one) => {
-    if (!one) return 0;
-    const size = Math.ceil(tensor.shape[one.dim] / one.count);
-    return Math.floor(slices[one.dim][0] / size);
-  };
+  const number = (shard, drawn) => drawn ? shard.numbers[drawn.dim] : 0;
   const holders = new Map();
   for (const shard of shards) {
-    const key = `${number(shard.slices, rows)},${number(shard.slices, columns)}`;
+    const key = `${number(shard, rows)},${number(shard, columns)}`;
     holders.set(key, [...(holders.get(key) ?? []), shard.id]);
   }
   const width = 380, height = Math.max(44, Math.min(220, down * 30));
@@ -163,6 +159,13 @@ function shardsDrawing(tensor, sharding, mesh, shards) {
   const hidden = [rows, columns].filter((one) => one && one.count > MOST_CELLS);
   const names = [[rows, "down"], [columns, "across"]].filter(([one]) => one)
     .map(([one, way]) => `dim ${one.dim} ${way}, in ${one.count} along ${one.axes.join(", ")}`);
+  sharding.dims.forEach((axes, dim) => {
+    const parts = splitsOf(axes, mesh), isDrawn = [rows, columns].some((one) => one?.dim === dim);
+    if (parts > 1 && !isDrawn) {
+      names.push(`dim ${dim}, in ${parts} along ${axes.join(", ")}, not drawn: `
+        + "the devices of a cell hold different parts of it");
+    }
+  });
   return h("div", {class: "shards"},
     h("svg", {width: "100%", viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": `Shards: ${names.join("; ") || "every device holds all of it"}`}, cells),

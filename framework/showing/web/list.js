@@ -144,7 +144,8 @@ function tensorParts(row) {
 
 function sentParts(row) {
   const {sent} = row, [first, second] = sent.bytes;
-  const often = [...sent.sides[0], ...sent.sides[1]].find((one) => one.loop);
+  const times = [...new Set(sent.sides.flat().map((each) => each.times))];
+  const often = times.length > 1 ? ", loops" : times[0] === 1 ? "" : ` in ${times[0] ?? "?"}×`;
   const text = (side) => sent.sides[side].length ? bytesText(sent.bytes[side]) : "–";
   const [one] = sent.sides.flat(), side = sent.sides[0].length ? 0 : 1;
   const between = one.between[0], {shardings, mesh} = DATA.programs[side];
@@ -157,7 +158,7 @@ function sentParts(row) {
     h("div", {class: "type mono"}, between ? `${shardings[between.before].text} → `
       + shardings[between.after].text : ""),
     h("div", {class: "number"}, SECOND ? `${text(0)} | ${text(1)}` : text(0),
-      often ? ` in ${often.times ?? "?"}×` : ""),
+      often),
   ];
 }
 
@@ -206,7 +207,9 @@ function moveTo(number) {
 }
 
 function search(query, only = state.only) {
-  SEARCH.value = state.query = query;
+  state.query = query.trim();
+  // A blank that is being typed stays.
+  if (SEARCH.value.trim() !== state.query) SEARCH.value = state.query;
   state.only = only;
   for (const entry of ENTRIES) {
     for (let node = entry.node; node?.shut; node = node.parent) node.shut = false;

@@ -42,6 +42,11 @@ function chart(title, curves, {text = numberText, limit = null, wide = false,
   const [left, right, top, bottom] = [62, 12, 10, 22];
   const points = Object.values(curves).flat();
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]).filter(Number.isFinite);
+  // What is not finite comes as null, and is a gap.
+  const valueText = (y) => Number.isFinite(y) ? text(y) : "not finite";
+  if (!ys.length) {
+    return h("figure", {}, h("figcaption", {}, title), h("p", {class: "soft"}, "not finite"));
+  }
   let [low, high] = [fill ? 0 : Math.min(...ys), Math.max(...ys)];
   if (limit !== null && limit < 1.6 * high) high = Math.max(high, limit);
   if (high === low) [low, high] = [low - Math.abs(low || 1) * .1, high + Math.abs(high || 1) * .1];
@@ -50,17 +55,18 @@ function chart(title, curves, {text = numberText, limit = null, wide = false,
   const py = (y) => top + (height - top - bottom) * (1 - (y - low) / (high - low));
   const ticks = [0, .5, 1].map((part) => low + part * (high - low));
   const lines = Object.entries(curves).map(([name, curve], number) => {
-    const path = curve.map(([x, y], i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`)
-      .join("");
+    const path = curve.map(([x, y], i) => Number.isFinite(y)
+      ? `${Number.isFinite(curve[i - 1]?.[1]) ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`
+      : "").join("");
     const area = `${path}L${px(last)} ${py(low)}L${px(first)} ${py(low)}Z`;
     const [x, y] = curve[curve.length - 1];
-    return h("g", {}, h("title", {}, `${name}: ${text(y)} at ${xText(x)}`),
+    return h("g", {}, h("title", {}, `${name}: ${valueText(y)} at ${xText(x)}`),
       fill ? h("path", {d: area, fill: color(number), "fill-opacity": .2}) : "",
       h("path", {d: path, fill: "none", stroke: color(number), "stroke-width": 1.7}),
-      curve.length === 1 ? h("rect", {x: px(x) - 2, y: py(y) - 2, width: 4, height: 4,
+      curve.length === 1 && Number.isFinite(y) ? h("rect", {x: px(x) - 2, y: py(y) - 2, width: 4, height: 4,
         fill: color(number)}) : "");
   });
-  const last_ = Object.values(curves).map((curve) => text(curve[curve.length - 1][1]));
+  const last_ = Object.values(curves).map((curve) => valueText(curve[curve.length - 1][1]));
   const words = `${title}: ${Object.keys(curves).map((name, i) => `${name} ${last_[i]}`).join("; ")}`;
   return h("figure", {class: wide ? "wide" : ""}, h("figcaption", {}, title),
     h("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words},
