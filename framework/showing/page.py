@@ -18,7 +18,7 @@ from meshwright.framework.showing.page_data import Lines, of_explanation, of_rea
 
 _WEB = pathlib.Path(__file__).with_name("web")
 _STYLES = ("tokens.css", "page.css")
-_SCRIPTS = ("model.js", "drawing.js", "list.js", "details.js")
+_SCRIPTS = ("common.js", "model.js", "drawing.js", "list.js", "details.js")
 
 Shown = Program | TracedProgram | Explanation
 

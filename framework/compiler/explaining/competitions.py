@@ -84,14 +84,15 @@ def _decided(
     is_constraint = isinstance(place, ir.Value) and (
         not isinstance(place.owner, ir.Block) and place.owner.name == CONSTRAINT
     )
-    is_given = is_constraint or reasons.border(place) is not None
-    if is_given or reasons.is_fixed(place, dim):
+    if is_constraint or reasons.border(place) is not None:
         return Decided.ANNOTATED
     if winner is not None:
         # What came by another op was there before this op could pass the loser on.
         by_this = winner.way and winner.way[-1].op_name == at
         earlier = not by_this or winner.step < loser.step
         return Decided.EARLIER if earlier else Decided.AT_OP
+    if reasons.is_fixed(place, dim):
+        return Decided.ANNOTATED
     size, split = reasons.shape(place)[dim], reasons.sharding(place).splits()[dim]
     if size % (split * reasons.mesh.axis_size(axis)):
         return Decided.UNEVEN

@@ -1,24 +1,4 @@
-// Elements, and drawings of splits, of what is sent and of the shards of each device.
-
-/** An element; `on...` are listeners, what is null or false is left out. */
-function h(tag, attributes = {}, ...children) {
-  const isSvg = ["svg", "rect", "line", "path", "text", "title", "g"].includes(tag);
-  const one = isSvg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
-    : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) one.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) one.setAttribute(name, value);
-  }
-  one.append(...children.flat(Infinity).filter((child) => child || child === 0));
-  return one;
-}
-
-/** A mesh axis, or a part `Y:(2)4` of one: {name, before, size}. */
-function partOf(axis, mesh = MESH) {
-  const match = /^(.+):\((\d+)\)(\d+)$/.exec(axis);
-  if (match) return {name: match[1], before: +match[2], size: +match[3]};
-  return {name: axis, before: 1, size: mesh.shape[mesh.axes.indexOf(axis)]};
-}
+// Drawings of splits, of what is sent and of the shards of each device.
 
 const axisColor = (axis, mesh = MESH) =>
   `var(--axis${Math.max(0, mesh.axes.indexOf(partOf(axis, mesh).name)) % 7})`;
@@ -45,7 +25,7 @@ function typeText(tensor, sharding, mesh, {names = false} = {}) {
 function drawnDims(sharding, mesh) {
   const split = (sharding.dims ?? [])
     .map((axes, dim) => ({dim, axes, count: splitsOf(axes, mesh)}))
-    .filter((one) => one.count > 1);
+    .filter((dim) => dim.count > 1);
   if (split.length > 1) return split.slice(0, 2);
   const [only] = split, last = (sharding.dims ?? []).length - 1;
   if (!only) return [null, null];
@@ -94,25 +74,16 @@ function arrow(bytes, axes, width = 44) {
 
 /** For each device, in the order of the mesh: {id, at, numbers, slices} by dim of a tensor. */
 function shardsOf(tensor, sharding, mesh) {
-  const count = mesh.shape.reduce((a, b) => a * b, 1), found = [];
-  const along = (place, axis) => {
-    const part = partOf(axis, mesh), number = mesh.axes.indexOf(part.name);
-    const inner = mesh.shape.slice(number + 1).reduce((a, b) => a * b, 1);
-    const coordinate = Math.floor(place / inner) % mesh.shape[number];
-    const finer = mesh.shape[number] / (part.before * part.size);
-    return Math.floor(coordinate / finer) % part.size;
-  };
-  for (let place = 0; place < count; place++) {
-    const numbers = sharding.dims.map((axes) => axes.reduce((n, axis) =>
-      n * partOf(axis, mesh).size + along(place, axis), 0));
+  const count = mesh.shape.reduce((a, b) => a * b, 1);
+  return Array.from({length: count}, (_, place) => {
+    const numbers = sharding.dims.map((axes) => shardNumber(place, axes, mesh));
     const slices = tensor.shape.map((size, dim) => {
       const shard = Math.ceil(size / splitsOf(sharding.dims[dim], mesh));
       return [0, 1].map((side) => Math.min(size, (numbers[dim] + side) * shard));
     });
-    found.push({id: mesh.ids ? mesh.ids[place] : place, numbers, slices,
-      at: mesh.axes.map((axis) => `${axis}=${along(place, axis)}`).join(" ")});
-  }
-  return found;
+    return {id: mesh.ids ? mesh.ids[place] : place, numbers, slices,
+      at: mesh.axes.map((axis) => `${axis}=${shardNumber(place, [axis], mesh)}`).join(" ")};
+  });
 }
 
 /** `0–3, 8`: numbers, those in a row joined. */
@@ -132,7 +103,8 @@ const MOST_CELLS = 16;
 /** The shards of the two dims that are split first, with the devices that hold each. */
 function shardsDrawing(sharding, mesh, shards) {
   const [rows, columns] = drawnDims(sharding, mesh);
-  const [down, across] = [rows, columns].map((one) => Math.min(one?.count ?? 1, MOST_CELLS));
+  const [down, across] = [rows, columns].map((drawn) =>
+    Math.min(drawn?.count ?? 1, MOST_CELLS));
   const number = (shard, drawn) => drawn ? shard.numbers[drawn.dim] : 0;
   const holders = new Map();
   for (const shard of shards) {
@@ -156,11 +128,11 @@ function shardsDrawing(sharding, mesh, shards) {
           "text-anchor": "middle"}, ids) : ""));
     }
   }
-  const hidden = [rows, columns].filter((one) => one && one.count > MOST_CELLS);
-  const names = [[rows, "down"], [columns, "across"]].filter(([one]) => one)
-    .map(([one, way]) => `dim ${one.dim} ${way}, in ${one.count} along ${one.axes.join(", ")}`);
+  const hidden = [rows, columns].filter((drawn) => drawn && drawn.count > MOST_CELLS);
+  const names = [[rows, "down"], [columns, "across"]].filter(([drawn]) => drawn)
+    .map(([{dim, count, axes}, way]) => `dim ${dim} ${way}, in ${count} along ${axes.join(", ")}`);
   sharding.dims.forEach((axes, dim) => {
-    const parts = splitsOf(axes, mesh), isDrawn = [rows, columns].some((one) => one?.dim === dim);
+    const parts = splitsOf(axes, mesh), isDrawn = dim === rows?.dim || dim === columns?.dim;
     if (parts > 1 && !isDrawn) {
       names.push(`dim ${dim}, in ${parts} along ${axes.join(", ")}, not drawn: `
         + "the devices of a cell hold different parts of it");

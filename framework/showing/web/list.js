@@ -26,21 +26,21 @@ function addRows(node, depth, rows, shown) {
   const isOpen = isFiltered() ? !node.shut : node.open;
   const begin = rows.length;
   if (node.parent) rows.push({node, depth, isOpen});
-  let found = false;
+  let hasEntries = false;
   for (const part of node.parts.values()) {
     const here = rows.length;
-    if (addRows(part, depth + 1, rows, shown)) found = true;
+    if (addRows(part, depth + 1, rows, shown)) hasEntries = true;
     if (!isOpen) rows.length = here;
   }
   for (const entry of node.entries) {
     if (!shown(entry)) continue;
-    found = true;
+    hasEntries = true;
     if (!isOpen) continue;
     rows.push({entry, depth: depth + 1});
     entry.sent.forEach((sent) => rows.push({entry, sent, depth: depth + 2}));
   }
-  if (!found) rows.length = begin;
-  return found;
+  if (!hasEntries) rows.length = begin;
+  return hasEntries;
 }
 
 function refresh() {
@@ -117,15 +117,15 @@ function nodeBytes([first, second]) {
 function tensorParts(row) {
   const {entry} = row, {tensor} = entry;
   const typeOf = (side) => {
-    const one = entry.sides[side];
+    const shown = entry.sides[side];
     if (side && !entry.lies) return h("span", {class: "dim-name"}, "=");
-    if (!one?.shape) return one ? [] : [h("span", {class: "soft"}, "not there")];
-    const {mesh} = DATA.programs[side], sharding = shardingOf(side, one);
-    return typeText(one, sharding, mesh, {names: true});
+    if (!shown?.shape) return shown ? [] : [h("span", {class: "soft"}, "not there")];
+    const {mesh} = DATA.programs[side], sharding = shardingOf(side, shown);
+    return typeText(shown, sharding, mesh, {names: true});
   };
   const drawn = entry.sides[0] ?? entry.sides[1], side = entry.sides[0] ? 0 : 1;
   const label = tensor.kind === "inside" ? tensor.name : tensor.name.split(".").pop();
-  const held = entry.sides.map((one) => one?.shape ? bytesText(one.held) : "–");
+  const held = entry.sides.map((each) => each?.shape ? bytesText(each.held) : "–");
   return [
     indented(row, drawn.shape ? glyph(shardingOf(side, drawn), DATA.programs[side].mesh) : "",
       h("span", {title: tensor.key}, entry.scope ? `${entry.scope}/` : "", label),
@@ -147,8 +147,8 @@ function sentParts(row) {
   const times = [...new Set(sent.sides.flat().map((each) => each.times))];
   const often = times.length > 1 ? ", loops" : times[0] === 1 ? "" : ` in ${times[0] ?? "?"}×`;
   const text = (side) => sent.sides[side].length ? bytesText(sent.bytes[side]) : "–";
-  const [one] = sent.sides.flat(), side = sent.sides[0].length ? 0 : 1;
-  const between = one.between[0], {shardings, mesh} = DATA.programs[side];
+  const [{between: [between]}] = sent.sides.flat(), side = sent.sides[0].length ? 0 : 1;
+  const {shardings, mesh} = DATA.programs[side];
   return [
     indented(row, arrow(SECOND ? Math.max(first, second) : first, sent.axes),
       h("span", {class: "kind"}, sent.kind),

@@ -26,7 +26,7 @@ from werkzeug import wrappers
 
 _WEB = pathlib.Path(__file__).with_name("web")
 # Not imported from where they are: TensorBoard would load TensorFlow and JAX.
-_TOKENS = pathlib.Path(__file__).parents[3] / "framework/showing/web/tokens.css"
+_SHOWING = pathlib.Path(__file__).parents[3] / "framework/showing/web"
 _FOLDER, _PLAN, _PAGE = "meshwright", "plan.json", "program.html"
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _DEEP = 4
@@ -88,12 +88,12 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
 
     @wrappers.Request.application
     def _script(self, request):
-        text = _text(_WEB / "index.js")
+        text = _text(_SHOWING / "common.js") + _text(_WEB / "index.js")
         return http_util.Respond(request, text, "text/javascript")
 
     @wrappers.Request.application
     def _style(self, request):
-        text = _text(_TOKENS) + _text(_WEB / "style.css")
+        text = _text(_SHOWING / "tokens.css") + _text(_WEB / "style.css")
         return http_util.Respond(request, text, "text/css")
 
     @wrappers.Request.application
@@ -196,7 +196,10 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
         folder = self._folders().get(run)  # A run that was listed, and no other path.
         path = folder and os.path.join(folder, name)
         if not path or not tf.io.gfile.exists(path):
-            text = f"run {run!r} has no {name}: a mesh of one device has no page"
+            text = (
+                f"run {run!r} has no {name}: there is none of a mesh of one device, "
+                "nor where its log warns of that"
+            )
             return http_util.Respond(request, text, "text/plain", code=404)
         with tf.io.gfile.GFile(path, "r") as file:
             text = file.read()

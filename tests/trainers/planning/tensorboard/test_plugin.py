@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tensorboard import default, program
 
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.trainers.planning.tensorboard import program_files
 from meshwright.trainers.planning.tensorboard.plugin import (
     NO_FILES,
@@ -241,6 +242,23 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "plan" / "meshwright").write_text("a file")
     with pytest.raises(OSError, match="cannot write to .*plan/meshwright"):
         program_files.write(str(tmp_path / "plan"), {}, small_programs().traced_main)
+
+
+def test_no_page_of_an_earlier_program_stays(tmp_path, monkeypatch):
+    traced = small_programs().traced_main
+    program_files.write(str(tmp_path), {"number": 1}, traced)
+    page = tmp_path / "meshwright" / "program.html"
+    assert page.exists()
+
+    def refuses(program):
+        raise LoweringError("nothing can be told")
+
+    monkeypatch.setattr(program_files, "page_text", refuses)
+    program_files.write(str(tmp_path), {"number": 2}, traced)
+    assert not page.exists()
+    assert json.loads((tmp_path / "meshwright" / "plan.json").read_text()) == {
+        "number": 2
+    }
 
 
 def test_training_goes_on_without_its_page(tmp_path, caplog):
