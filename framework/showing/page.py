@@ -18,7 +18,7 @@ from meshwright.framework.showing.page_data import Lines, of_explanation, of_rea
 
 _WEB = pathlib.Path(__file__).with_name("web")
 _STYLES = ("tokens.css", "page.css")
-_SCRIPTS = ("model.js", "drawing.js", "list.js", "details.js")
+_SCRIPTS = ("common.js", "model.js", "drawing.js", "list.js", "details.js")
 
 Shown = Program | TracedProgram | Explanation
 
@@ -50,7 +50,7 @@ def explain_page(
     """
     text = page_text(program, other=other)
     try:
-        pathlib.Path(path).write_text(text)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(
             f"cannot write the page {os.fspath(path)} ({error.strerror}): give the "
@@ -61,13 +61,13 @@ def explain_page(
 def page_text(program: Shown, *, other: Shown | None = None) -> str:
     """The text of the page that `explain_page` writes."""
     programs, lines = [program] if other is None else [program, other], Lines()
-    if any(isinstance(one, TracedProgram) for one in programs):
+    if any(isinstance(each, TracedProgram) for each in programs):
         differing = explain_difference(*programs).tensors if other is not None else []
-        shown = [_traced(one, lines) for one in programs]
+        shown = [_traced(each, lines) for each in programs]
     else:
-        explained = [_explained(one) for one in programs]
+        explained = [_explained(each) for each in programs]
         differing = explain_difference(*explained).tensors if other is not None else []
-        shown = [of_explanation(one, lines) for one in explained]
+        shown = [of_explanation(each, lines) for each in explained]
     data = {
         "programs": shown,
         "sources": lines.values(),
@@ -98,10 +98,14 @@ def filled(data: dict[str, Any]) -> str:
     title = f"{data['programs'][0]['name']}: where its tensors lie"
     # In a script no text may end it.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    template = string.Template((_WEB / "page.html").read_text())
+    template = string.Template(_file("page.html"))
     return template.substitute(
         title=html.escape(title),
-        style="".join((_WEB / name).read_text() for name in _STYLES),
-        script="\n".join((_WEB / name).read_text() for name in _SCRIPTS),
+        style="".join(map(_file, _STYLES)),
+        script="\n".join(map(_file, _SCRIPTS)),
         data=text,
     )
+
+
+def _file(name: str) -> str:
+    return (_WEB / name).read_text(encoding="utf-8")

@@ -42,13 +42,20 @@ class Lines:
 
     def __init__(self):
         self._files: dict[str, dict[int, str]] = {}
+        self._paths: dict[str, str] = {}
 
     def place(self, file: str, line: int) -> str:
-        """`folder/file.py:12`, whose lines are kept; "" if unknown."""
+        """`folder/file.py:12`, whose lines are kept; "" if unknown.
+
+        Of a second file whose folder and name are the same it is the whole path.
+        """
         if not file:
             return ""
         place = place_text(file, line)
-        kept = self._files.setdefault(place.rpartition(":")[0], {})
+        name = place.rpartition(":")[0]
+        if self._paths.setdefault(name, file) != file:
+            name, place = file, f"{file}:{line}"
+        kept = self._files.setdefault(name, {})
         # Of a notebook's cell linecache has the text, as no file has it.
         for number in range(max(1, line - _AROUND), line + _AROUND + 1):
             if number not in kept and (text := linecache.getline(file, number)):
@@ -73,7 +80,7 @@ def of_explanation(explanation: Explanation, lines: Lines) -> dict[str, Any]:
     values = _Values(explanation.mesh, lines)
     dims = _Dims((t.layer, t.source, t.shape) for t in explanation.tensors)
     tensors = [values.report(tensor, dims) for tensor in explanation.tensors]
-    elsewhere = [values.inserted(one) for one in explanation.elsewhere]
+    elsewhere = [values.inserted(collective) for collective in explanation.elsewhere]
     by = explanation.partitioner
     is_gspmd = by == Partitioner.GSPMD.value
     return values.document(
@@ -91,8 +98,8 @@ def of_reasons(
     """The values of a program that is only traced, by propagation alone."""
     values = _Values(reasons.mesh, lines)
     sent: dict[str, list[int]] = {}
-    for one in transfers(reasons):
-        sent.setdefault(one.at, []).append(values.transfer(one))
+    for transfer in transfers(reasons):
+        sent.setdefault(transfer.at, []).append(values.transfer(transfer))
     sources = {
         t: reasons.sources.find(t.name, t.shape) if t.kind is Kind.INSIDE else None
         for t in reasons.tensors
@@ -193,9 +200,9 @@ class _Values:
             "annotated": report.annotated,
             "why": why.value if why else "",
             "notes": list(_notes(report)),
-            "from": [self._provenance(one) for one in report.provenances],
-            "lost": [self._competition(one) for one in report.competitions],
-            "sent": [self.inserted(one) for one in report.collectives],
+            "from": [self._provenance(each) for each in report.provenances],
+            "lost": [self._competition(each) for each in report.competitions],
+            "sent": [self.inserted(each) for each in report.collectives],
         }
 
     def layout(
@@ -208,7 +215,6 @@ class _Values:
     ) -> dict[str, Any]:
         """A tensor of a program that is only traced."""
         place = reasons.place(tensor)
-        found = reasons.provenances(place)
         size, shard = (
             math.prod(shape) * itemsize(tensor.dtype)
             for shape in (tensor.shape, tensor.sharding.shard_shape(tensor.shape))
@@ -230,57 +236,55 @@ class _Values:
             "annotated": is_asked or reasons.border(place) is not None,
             "why": "",
             "notes": [],
-            "from": [self._provenance(one) for one in found],
-            "lost": [self._competition(one) for one in competitions(reasons, place)],
+            "from": [self._provenance(each) for each in reasons.provenances(place)],
+            "lost": [self._competition(each) for each in competitions(reasons, place)],
             "sent": sent.pop(reasons.name_of(place), []),
         }
 
-    def inserted(self, one: InsertedCollective) -> int:
+    def inserted(self, collective: InsertedCollective) -> int:
         """The number of a collective of a compiled program."""
-        if id(one) not in self._inserted:
-            self._inserted[id(one)] = self._add(
-                kind=one.kind,
-                axes=None if one.axes is None else list(one.axes),
-                bytes=one.bytes,
-                times=one.times,
-                loop=one.in_loop,
-                shared=one.shared_by,
-                between=[self._between(each) for each in one.between],
+        if id(collective) not in self._inserted:
+            self._inserted[id(collective)] = self._add(
+                kind=collective.kind,
+                axes=None if collective.axes is None else list(collective.axes),
+                bytes=collective.bytes,
+                times=collective.times,
+                shared=collective.shared_by,
+                between=[self._between(each) for each in collective.between],
             )
-        return self._inserted[id(one)]
+        return self._inserted[id(collective)]
 
-    def transfer(self, one: Transfer) -> int:
+    def transfer(self, transfer: Transfer) -> int:
         """The number of what is sent by propagation."""
         return self._add(
-            kind=" and ".join(one.kinds),
-            axes=list(one.axes),
-            bytes=one.bytes,
-            times=one.times,
-            loop=one.times > 1,
+            kind=" and ".join(transfer.kinds),
+            axes=list(transfer.axes),
+            bytes=transfer.bytes,
+            times=transfer.times,
             shared=1,
-            between=[self._between(one)],
+            between=[self._between(transfer)],
         )
 
     def _add(self, **values: Any) -> int:
         self._collectives.append(values)
         return len(self._collectives) - 1
 
-    def _between(self, one: Transfer) -> dict[str, Any]:
+    def _between(self, transfer: Transfer) -> dict[str, Any]:
         return {
-            "tensor": one.tensor,
-            "at": one.at,
-            "before": self._shardings.of(one.before),
-            "after": self._shardings.of(one.after),
-            "was": [self._origins.of(origin) for origin in one.before_origins],
-            "now": [self._origins.of(origin) for origin in one.after_origins],
+            "tensor": transfer.tensor,
+            "at": transfer.at,
+            "before": self._shardings.of(transfer.before),
+            "after": self._shardings.of(transfer.after),
+            "was": [self._origins.of(origin) for origin in transfer.before_origins],
+            "now": [self._origins.of(origin) for origin in transfer.after_origins],
         }
 
-    def _provenance(self, one: Provenance) -> dict[str, Any]:
+    def _provenance(self, provenance: Provenance) -> dict[str, Any]:
         return {
-            "axis": one.axis,
-            "dim": one.dim,
-            "origin": self._origins.of(one.origin),
-            "way": self._way(one.way),
+            "axis": provenance.axis,
+            "dim": provenance.dim,
+            "origin": self._origins.of(provenance.origin),
+            "way": self._way(provenance.way),
         }
 
     def _way(self, way: Sequence[Hop]) -> int:
@@ -292,15 +296,17 @@ class _Values:
             number = self._ways.of((number, self._hops.of(text)))
         return number
 
-    def _competition(self, one: Competition) -> dict[str, Any]:
+    def _competition(self, competition: Competition) -> dict[str, Any]:
         return {
-            "axis": one.axis,
-            "dim": one.dim,
-            "at": one.at,
-            "beside": one.neighbor,
-            "loser": self._provenance(one.loser),
-            "winner": self._provenance(one.winner) if one.winner else None,
-            "decided": one.decided.value,
+            "axis": competition.axis,
+            "dim": competition.dim,
+            "at": competition.at,
+            "beside": competition.neighbor,
+            "loser": self._provenance(competition.loser),
+            "winner": self._provenance(competition.winner)
+            if competition.winner
+            else None,
+            "decided": competition.decided.value,
         }
 
     def _origin(self, origin: Origin) -> dict[str, Any]:

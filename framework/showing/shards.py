@@ -135,7 +135,8 @@ def visualize(array: jax.Array) -> ShardPicture:
     holders: dict[tuple, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = tuple(
-            one.indices(size)[:2] for one, size in zip(index, array.shape, strict=True)
+            part.indices(size)[:2]
+            for part, size in zip(index, array.shape, strict=True)
         )
         holders.setdefault(bounds, []).append(device.id)
     begins = [sorted({bounds[dim] for bounds in holders}) for dim in range(array.ndim)]

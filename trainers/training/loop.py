@@ -42,7 +42,7 @@ from meshwright.trainers.training.evaluation import (
     summarize,
 )
 from meshwright.trainers.training.health import History
-from meshwright.trainers.training.program_report import write_program
+from meshwright.trainers.training.program_report import ProgramWriter
 from meshwright.trainers.training.progress import Progress
 from meshwright.trainers.training.saved_config import (
     note_changes,
@@ -185,6 +185,7 @@ class _Loop:
             **self.experiment.task.data_fingerprint(),
         }
         self.profile = StepProfile(run.model_dir, run.profile_steps)
+        self.program_writer = ProgramWriter(run.model_dir, run.config)
         self.losses: dict[int, float] = {}
         self.evaluation: dict[str, float] = {}
         self.evaluated_step: int | None = None
@@ -207,6 +208,7 @@ class _Loop:
             contextlib.closing(Summaries(folder, "train")) as self.summaries,
             contextlib.closing(Summaries(folder, "eval")) as self.eval_summaries,
             contextlib.closing(self.profile),
+            contextlib.closing(self.program_writer),
         ):
             return self._run_from(state, replicated)
 
@@ -352,7 +354,7 @@ class _Loop:
         seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6
         log_line("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
         if self.run.write_program:
-            write_program(self.programs, self.run.model_dir, self.run.config, seconds)
+            self.program_writer.start(self.programs, seconds)
         self._check_activations(main)
         if self.experiment.histogram_interval:
             log_line("compiling the program of histograms")

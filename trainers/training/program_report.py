@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 
 from meshwright.framework.compiler.xla.processes import is_first_process
@@ -11,22 +13,50 @@ from meshwright.trainers.planning.planning import report_of
 from meshwright.trainers.planning.tensorboard import program_files
 from meshwright.trainers.startup.messages import log_line
 
+log = logging.getLogger("absl")
 
-def write_program(
-    programs: StepPrograms, model_dir: str, config: str, compile_seconds: float
-) -> None:
-    """Writes the plan and the page of the compiled main program.
 
-    Of several processes the first writes.
+class ProgramWriter:
+    """Writes the plan and the page of the main program, while training goes on.
 
-    Raises:
-      OSError: the files cannot be written.
+    Of several processes the first writes. What goes wrong is only a warning: no step
+    needs the files.
+
+    Args:
+      folder: of the run.
+      config: the configuration in effect, as text.
     """
-    if not is_first_process():
-        return
-    start = time.perf_counter()
-    report = report_of(programs, compile_seconds=compile_seconds)
-    values = document(report, config_text=config)
-    program_files.write(model_dir, values, report.traced)
-    seconds = time.perf_counter() - start
-    log_line("wrote the program's plan and page for TensorBoard in %.1f s", seconds)
+
+    def __init__(self, folder: str, config: str):
+        self._folder, self._config = folder, config
+        self._thread: threading.Thread | None = None
+
+    def start(self, programs: StepPrograms, compile_seconds: float) -> None:
+        """Begins to write, once the main program is compiled."""
+        if is_first_process():
+            self._thread = threading.Thread(
+                target=self._write, args=(programs, compile_seconds)
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, programs: StepPrograms, compile_seconds: float) -> None:
+        start = time.perf_counter()
+        try:
+            report = report_of(programs, compile_seconds=compile_seconds)
+            values = document(report, config_text=self._config)
+            program_files.write(self._folder, values, report.traced)
+        except Exception as error:  # Whatever it is, training goes on.
+            log.warning(
+                "TensorBoard will not show this program, as its plan and page could "
+                "not be written: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return
+        seconds = time.perf_counter() - start
+        log_line("wrote the program's plan and page for TensorBoard in %.1f s", seconds)

@@ -46,41 +46,41 @@ function wayPart(side, number) {
       `${direction} through `, linkTo(name), place ? ` (${place})` : ""))));
 }
 
-function provenancePart(side, one) {
+function provenancePart(side, provenance) {
   const {mesh} = DATA.programs[side];
   return h("div", {class: "card"},
-    h("p", {}, axisMark(one.axis, mesh), ` splits dim ${one.dim}, from`),
-    originPart(side, one.origin), wayPart(side, one.way));
+    h("p", {}, axisMark(provenance.axis, mesh), ` splits dim ${provenance.dim}, from`),
+    originPart(side, provenance.origin), wayPart(side, provenance.way));
 }
 
-function competitionPart(side, one) {
+function competitionPart(side, competition) {
   const {mesh} = DATA.programs[side];
   return h("div", {class: "card"},
-    h("p", {}, axisMark(one.axis, mesh), ` on dim ${one.dim} splits `, linkTo(one.beside),
-      " beside it, and did not come through ", linkTo(one.at), "."),
-    originPart(side, one.loser.origin, "it is from"),
-    one.winner ? [h("p", {}, axisMark(one.winner.axis, mesh),
-      ` on dim ${one.winner.dim} won`),
-    originPart(side, one.winner.origin, "it is from")] : "",
-    h("p", {class: "soft"}, `Decided by ${one.decided}.`));
+    h("p", {}, axisMark(competition.axis, mesh), ` on dim ${competition.dim} splits `,
+      linkTo(competition.beside), " beside it, and did not come through ", linkTo(competition.at), "."),
+    originPart(side, competition.loser.origin, "it is from"),
+    competition.winner ? [h("p", {}, axisMark(competition.winner.axis, mesh),
+      ` on dim ${competition.winner.dim} won`),
+    originPart(side, competition.winner.origin, "it is from")] : "",
+    h("p", {class: "soft"}, `Decided by ${competition.decided}.`));
 }
 
-function collectivePart(side, one) {
+function collectivePart(side, collective) {
   const {mesh, shardings} = DATA.programs[side];
-  const often = one.times === null ? ", unknown times in a loop"
-    : one.times > 1 ? `, ${one.times} times in a loop` : "";
-  const shared = one.shared > 1 ? `, of ${one.shared} ops together` : "";
+  const often = collective.times === null ? ", unknown times in a loop"
+    : collective.times > 1 ? `, ${collective.times} times in a loop` : "";
+  const shared = collective.shared > 1 ? `, of ${collective.shared} ops together` : "";
   return h("div", {class: "card"},
-    h("p", {}, h("strong", {}, one.kind), " ",
-      ...(one.axes ?? []).map((axis) => axisMark(axis, mesh)),
-      ` ${bytesText(one.bytes)}${often}${shared}`),
-    one.between.length ? "" : h("p", {class: "soft small"},
+    h("p", {}, h("strong", {}, collective.kind), " ",
+      ...(collective.axes ?? []).map((axis) => axisMark(axis, mesh)),
+      ` ${bytesText(collective.bytes)}${often}${shared}`),
+    collective.between.length ? "" : h("p", {class: "soft small"},
       "Propagation sees nothing to send here: XLA decided by itself."),
-    one.between.map((each) => {
+    collective.between.map((each) => {
       const [before, after] = [shardings[each.before], shardings[each.after]];
       return [
         h("div", {class: "flow"}, glyph(before, mesh), h("code", {}, before.text),
-          arrow(sentBytes(one), one.axes), glyph(after, mesh), h("code", {}, after.text)),
+          arrow(sentBytes(collective), collective.axes), glyph(after, mesh), h("code", {}, after.text)),
         h("p", {class: "soft"}, linkTo(each.tensor), " is sent for ", linkTo(each.at)),
         each.was.map((number) => originPart(side, number, "before:")),
         each.now.map((number) => originPart(side, number, "after:")),
@@ -110,7 +110,7 @@ function splitsPart(side, tensor) {
     sharding.unreduced.length ? h("p", {class: "soft"},
       `Unreduced: the sum along ${sharding.unreduced.join(", ")} is not added up yet.`) : "",
     h("h3", {}, "Shards of each device"),
-    shardsDrawing(tensor, sharding, mesh, shards),
+    shardsDrawing(sharding, mesh, shards),
     devicesPart(shards),
   ];
 }
@@ -141,16 +141,16 @@ function tensorPart(side, tensor) {
       + `${bytesText(tensor.held)} of it on each device; `
       + (tensor.annotated ? "annotated" : "inferred")) : "",
     tensor.notes?.map((note) => h("p", {class: "changed"}, note)) ?? "",
-    sent.length ? [h("h3", {}, "Sent here"), sent.map((one) => collectivePart(side, one))]
+    sent.length ? [h("h3", {}, "Sent here"), sent.map((each) => collectivePart(side, each))]
       : "",
     tensor.shape ? [h("h3", {}, "Why it lies so"),
-      tensor.from.map((one) => provenancePart(side, one)),
+      tensor.from.map((each) => provenancePart(side, each)),
       tensor.from.length ? "" : h("p", {class: "soft"}, tensor.why
         ? `Not split: ${tensor.why}.` : sharding.dims?.some((axes) => axes.length)
           ? "Its reason is not known: only XLA's completion splits it so." : "Not split.")]
       : "",
     tensor.lost?.length ? [h("h3", {}, "What it did not get"),
-      tensor.lost.map((one) => competitionPart(side, one))] : "",
+      tensor.lost.map((each) => competitionPart(side, each))] : "",
     tensor.place ? [h("h3", {}, tensor.gradient ? "Gradient of" : "Made at"),
       h("p", {}, tensor.place), codeOf(tensor.place)] : "",
     tensor.shape ? [h("h3", {}, "Splits"), splitsPart(side, tensor)] : "",
@@ -166,9 +166,9 @@ function changesPart(entry) {
     entry.lies && first && second ? h("div", {class: "flow"},
       glyph(first, FIRST.mesh), h("code", {}, first.text), "⟶",
       glyph(second, SECOND.mesh), h("code", {}, second.text)) : "",
-    entry.sent.filter((one) => one.what).map((one) => h("p", {},
-      h("strong", {}, one.kind), ` ${alongText(one.axes)} `,
-      h("span", {class: one.what}, one.what), `: ${one.bytes.map(bytesText).join(" ⟶ ")}`)));
+    entry.sent.filter(({what}) => what).map(({kind, axes, what, bytes}) => h("p", {},
+      h("strong", {}, kind), ` ${alongText(axes)} `,
+      h("span", {class: what}, what), `: ${bytes.map(bytesText).join(" ⟶ ")}`)));
 }
 
 function details(entry) {
@@ -176,8 +176,8 @@ function details(entry) {
   drawnCode.clear();
   const heads = ["In the first program", "In the second program"];
   const parts = SECOND && entry.differs
-    ? [changesPart(entry), sides.map((one, side) => one ? [
-      h("h3", {class: "changed"}, heads[side]), tensorPart(side, one)] : "")]
+    ? [changesPart(entry), sides.map((each, side) => each ? [
+      h("h3", {class: "changed"}, heads[side]), tensorPart(side, each)] : "")]
     : tensorPart(sides[0] ? 0 : 1, tensor);
   return [
     backButton(), h("h2", {}, tensor.name),
@@ -199,12 +199,13 @@ function topList(rows) {
 
 function overview() {
   const pairs = ENTRIES.flatMap((entry) => entry.sent.map((sent) => ({entry, sent})));
-  const most = (one) => SECOND ? Math.abs(one.sent.bytes[1] - one.sent.bytes[0])
-    : one.sent.bytes[0];
-  const shown = pairs.filter((one) => most(one) > 0).sort((a, b) => most(b) - most(a));
+  const most = ({sent}) => SECOND ? Math.abs(sent.bytes[1] - sent.bytes[0]) : sent.bytes[0];
+  const shown = pairs.filter((pair) => most(pair) > 0).sort((a, b) => most(b) - most(a));
   const place = ({entry}) => [entry.tensor.layer, entry.tensor.name]
     .filter(Boolean).join(" ");
-  const total = (side) => bytesText(TREE.bytes[side]);
+  // A loop of unknown trips counts once.
+  const isLeast = (side) => DATA.programs[side].collectives.some((each) => each.times === null);
+  const total = (side) => (isLeast(side) ? "≥ " : "") + bytesText(TREE.bytes[side]);
   const held = (side) => bytesText(sum(DATA.programs[side].tensors
     .filter((t) => t.kind === "argument").map((t) => t.held)));
   const both = (text) => SECOND ? `${text(0)} | ${text(1)}` : text(0);
@@ -224,11 +225,11 @@ function overview() {
       h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     h("h3", {}, SECOND ? "Collectives that differ, the largest" : "Largest collectives"),
     shown.length ? "" : h("p", {class: "soft"}, SECOND ? "None differs." : "None."),
-    topList(shown.slice(0, 12).map((one) => [one.entry,
-      arrow(Math.max(...one.sent.bytes), one.sent.axes, 52),
-      [h("strong", {}, one.sent.kind), " ", one.sent.what
-        ? h("span", {class: one.sent.what}, `${one.sent.what} `) : "", place(one)],
-      SECOND ? one.sent.bytes.map(bytesText).join(" | ") : bytesText(one.sent.bytes[0])])),
+    topList(shown.slice(0, 12).map(({entry, sent}) => [entry,
+      arrow(Math.max(...sent.bytes), sent.axes, 52),
+      [h("strong", {}, sent.kind), " ", sent.what
+        ? h("span", {class: sent.what}, `${sent.what} `) : "", place({entry})],
+      SECOND ? sent.bytes.map(bytesText).join(" | ") : bytesText(sent.bytes[0])])),
     SECOND ? [h("h3", {}, "Tensors that lie otherwise, the largest"),
       topList(ENTRIES.filter((e) => e.lies && e.tensor.shape)
         .sort((a, b) => b.tensor.bytes - a.tensor.bytes).slice(0, 12)
@@ -249,8 +250,17 @@ const meshText = (mesh) => mesh.axes.map((axis, i) => `${axis}=${mesh.shape[i]}`
 const programText = (program) => `${program.name} over ${meshText(program.mesh)}, `
   + program.how;
 
+/** The key in the address; "" of one that was cut off. */
+function addressed() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return "";
+  }
+}
+
 function showChosen() {
-  const entry = BY_KEY.get(decodeURIComponent(location.hash.slice(1)));
+  const entry = BY_KEY.get(addressed());
   document.body.classList.toggle("chosen", Boolean(entry));
   DETAILS.replaceChildren(...(entry ? details(entry) : overview()).flat(Infinity)
     .filter((part) => part !== "" && part !== undefined));
@@ -273,7 +283,7 @@ function start() {
   openSome(34);
   LIST.addEventListener("scroll", draw, {passive: true});
   LIST.addEventListener("keydown", onKey);
-  SEARCH.addEventListener("input", () => search(SEARCH.value.trim()));
+  SEARCH.addEventListener("input", () => search(SEARCH.value));
   SEARCH.addEventListener("keydown", (event) => {
     if (event.key === "Escape") search("");
     if (event.key === "Escape" || event.key === "ArrowDown" || event.key === "Enter") {

@@ -1,24 +1,4 @@
-// Elements, and drawings of splits, of what is sent and of the shards of each device.
-
-/** An element; `on...` are listeners, what is null or false is left out. */
-function h(tag, attributes = {}, ...children) {
-  const isSvg = ["svg", "rect", "line", "path", "text", "title", "g"].includes(tag);
-  const one = isSvg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
-    : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) one.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) one.setAttribute(name, value);
-  }
-  one.append(...children.flat(Infinity).filter((child) => child || child === 0));
-  return one;
-}
-
-/** A mesh axis, or a part `Y:(2)4` of one: {name, before, size}. */
-function partOf(axis, mesh = MESH) {
-  const match = /^(.+):\((\d+)\)(\d+)$/.exec(axis);
-  if (match) return {name: match[1], before: +match[2], size: +match[3]};
-  return {name: axis, before: 1, size: mesh.shape[mesh.axes.indexOf(axis)]};
-}
+// Drawings of splits, of what is sent and of the shards of each device.
 
 const axisColor = (axis, mesh = MESH) =>
   `var(--axis${Math.max(0, mesh.axes.indexOf(partOf(axis, mesh).name)) % 7})`;
@@ -45,7 +25,7 @@ function typeText(tensor, sharding, mesh, {names = false} = {}) {
 function drawnDims(sharding, mesh) {
   const split = (sharding.dims ?? [])
     .map((axes, dim) => ({dim, axes, count: splitsOf(axes, mesh)}))
-    .filter((one) => one.count > 1);
+    .filter((dim) => dim.count > 1);
   if (split.length > 1) return split.slice(0, 2);
   const [only] = split, last = (sharding.dims ?? []).length - 1;
   if (!only) return [null, null];
@@ -92,27 +72,18 @@ function arrow(bytes, axes, width = 44) {
       + `L${width} ${middle} L${width - head - .5} ${middle + Math.max(4, thick / 2 + 1.5)} Z`}) : "");
 }
 
-/** For each device, in the order of the mesh: {id, at, slices} of a tensor's dims. */
+/** For each device, in the order of the mesh: {id, at, numbers, slices} by dim of a tensor. */
 function shardsOf(tensor, sharding, mesh) {
-  const count = mesh.shape.reduce((a, b) => a * b, 1), found = [];
-  const along = (place, axis) => {
-    const part = partOf(axis, mesh), number = mesh.axes.indexOf(part.name);
-    const inner = mesh.shape.slice(number + 1).reduce((a, b) => a * b, 1);
-    const coordinate = Math.floor(place / inner) % mesh.shape[number];
-    const finer = mesh.shape[number] / (part.before * part.size);
-    return Math.floor(coordinate / finer) % part.size;
-  };
-  for (let place = 0; place < count; place++) {
+  const count = mesh.shape.reduce((a, b) => a * b, 1);
+  return Array.from({length: count}, (_, place) => {
+    const numbers = sharding.dims.map((axes) => shardNumber(place, axes, mesh));
     const slices = tensor.shape.map((size, dim) => {
-      const axes = sharding.dims[dim], shard = Math.ceil(size / splitsOf(axes, mesh));
-      const number = axes.reduce((n, axis) => n * partOf(axis, mesh).size
-        + along(place, axis), 0);
-      return [Math.min(size, number * shard), Math.min(size, (number + 1) * shard)];
+      const shard = Math.ceil(size / splitsOf(sharding.dims[dim], mesh));
+      return [0, 1].map((side) => Math.min(size, (numbers[dim] + side) * shard));
     });
-    found.push({id: mesh.ids ? mesh.ids[place] : place, slices,
-      at: mesh.axes.map((axis) => `${axis}=${along(place, axis)}`).join(" ")});
-  }
-  return found;
+    return {id: mesh.ids ? mesh.ids[place] : place, numbers, slices,
+      at: mesh.axes.map((axis) => `${axis}=${shardNumber(place, [axis], mesh)}`).join(" ")};
+  });
 }
 
 /** `0–3, 8`: numbers, those in a row joined. */
@@ -130,17 +101,14 @@ function idsText(ids) {
 const MOST_CELLS = 16;
 
 /** The shards of the two dims that are split first, with the devices that hold each. */
-function shardsDrawing(tensor, sharding, mesh, shards) {
+function shardsDrawing(sharding, mesh, shards) {
   const [rows, columns] = drawnDims(sharding, mesh);
-  const [down, across] = [rows, columns].map((one) => Math.min(one?.count ?? 1, MOST_CELLS));
-  const number = (slices, one) => {
-    if (!one) return 0;
-    const size = Math.ceil(tensor.shape[one.dim] / one.count);
-    return Math.floor(slices[one.dim][0] / size);
-  };
+  const [down, across] = [rows, columns].map((drawn) =>
+    Math.min(drawn?.count ?? 1, MOST_CELLS));
+  const number = (shard, drawn) => drawn ? shard.numbers[drawn.dim] : 0;
   const holders = new Map();
   for (const shard of shards) {
-    const key = `${number(shard.slices, rows)},${number(shard.slices, columns)}`;
+    const key = `${number(shard, rows)},${number(shard, columns)}`;
     holders.set(key, [...(holders.get(key) ?? []), shard.id]);
   }
   const width = 380, height = Math.max(44, Math.min(220, down * 30));
@@ -160,9 +128,16 @@ function shardsDrawing(tensor, sharding, mesh, shards) {
           "text-anchor": "middle"}, ids) : ""));
     }
   }
-  const hidden = [rows, columns].filter((one) => one && one.count > MOST_CELLS);
-  const names = [[rows, "down"], [columns, "across"]].filter(([one]) => one)
-    .map(([one, way]) => `dim ${one.dim} ${way}, in ${one.count} along ${one.axes.join(", ")}`);
+  const hidden = [rows, columns].filter((drawn) => drawn && drawn.count > MOST_CELLS);
+  const names = [[rows, "down"], [columns, "across"]].filter(([drawn]) => drawn)
+    .map(([{dim, count, axes}, way]) => `dim ${dim} ${way}, in ${count} along ${axes.join(", ")}`);
+  sharding.dims.forEach((axes, dim) => {
+    const parts = splitsOf(axes, mesh), isDrawn = dim === rows?.dim || dim === columns?.dim;
+    if (parts > 1 && !isDrawn) {
+      names.push(`dim ${dim}, in ${parts} along ${axes.join(", ")}, not drawn: `
+        + "the devices of a cell hold different parts of it");
+    }
+  });
   return h("div", {class: "shards"},
     h("svg", {width: "100%", viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": `Shards: ${names.join("; ") || "every device holds all of it"}`}, cells),

@@ -26,21 +26,21 @@ function addRows(node, depth, rows, shown) {
   const isOpen = isFiltered() ? !node.shut : node.open;
   const begin = rows.length;
   if (node.parent) rows.push({node, depth, isOpen});
-  let found = false;
+  let hasEntries = false;
   for (const part of node.parts.values()) {
     const here = rows.length;
-    if (addRows(part, depth + 1, rows, shown)) found = true;
+    if (addRows(part, depth + 1, rows, shown)) hasEntries = true;
     if (!isOpen) rows.length = here;
   }
   for (const entry of node.entries) {
     if (!shown(entry)) continue;
-    found = true;
+    hasEntries = true;
     if (!isOpen) continue;
     rows.push({entry, depth: depth + 1});
     entry.sent.forEach((sent) => rows.push({entry, sent, depth: depth + 2}));
   }
-  if (!found) rows.length = begin;
-  return found;
+  if (!hasEntries) rows.length = begin;
+  return hasEntries;
 }
 
 function refresh() {
@@ -117,15 +117,15 @@ function nodeBytes([first, second]) {
 function tensorParts(row) {
   const {entry} = row, {tensor} = entry;
   const typeOf = (side) => {
-    const one = entry.sides[side];
+    const shown = entry.sides[side];
     if (side && !entry.lies) return h("span", {class: "dim-name"}, "=");
-    if (!one?.shape) return one ? [] : [h("span", {class: "soft"}, "not there")];
-    const {mesh} = DATA.programs[side], sharding = shardingOf(side, one);
-    return typeText(one, sharding, mesh, {names: true});
+    if (!shown?.shape) return shown ? [] : [h("span", {class: "soft"}, "not there")];
+    const {mesh} = DATA.programs[side], sharding = shardingOf(side, shown);
+    return typeText(shown, sharding, mesh, {names: true});
   };
   const drawn = entry.sides[0] ?? entry.sides[1], side = entry.sides[0] ? 0 : 1;
   const label = tensor.kind === "inside" ? tensor.name : tensor.name.split(".").pop();
-  const held = entry.sides.map((one) => one?.shape ? bytesText(one.held) : "–");
+  const held = entry.sides.map((each) => each?.shape ? bytesText(each.held) : "–");
   return [
     indented(row, drawn.shape ? glyph(shardingOf(side, drawn), DATA.programs[side].mesh) : "",
       h("span", {title: tensor.key}, entry.scope ? `${entry.scope}/` : "", label),
@@ -144,10 +144,11 @@ function tensorParts(row) {
 
 function sentParts(row) {
   const {sent} = row, [first, second] = sent.bytes;
-  const often = [...sent.sides[0], ...sent.sides[1]].find((one) => one.loop);
+  const times = [...new Set(sent.sides.flat().map((each) => each.times))];
+  const often = times.length > 1 ? ", loops" : times[0] === 1 ? "" : ` in ${times[0] ?? "?"}×`;
   const text = (side) => sent.sides[side].length ? bytesText(sent.bytes[side]) : "–";
-  const [one] = sent.sides.flat(), side = sent.sides[0].length ? 0 : 1;
-  const between = one.between[0], {shardings, mesh} = DATA.programs[side];
+  const [{between: [between]}] = sent.sides.flat(), side = sent.sides[0].length ? 0 : 1;
+  const {shardings, mesh} = DATA.programs[side];
   return [
     indented(row, arrow(SECOND ? Math.max(first, second) : first, sent.axes),
       h("span", {class: "kind"}, sent.kind),
@@ -157,7 +158,7 @@ function sentParts(row) {
     h("div", {class: "type mono"}, between ? `${shardings[between.before].text} → `
       + shardings[between.after].text : ""),
     h("div", {class: "number"}, SECOND ? `${text(0)} | ${text(1)}` : text(0),
-      often ? ` in ${often.times ?? "?"}×` : ""),
+      often),
   ];
 }
 
@@ -206,7 +207,9 @@ function moveTo(number) {
 }
 
 function search(query, only = state.only) {
-  SEARCH.value = state.query = query;
+  state.query = query.trim();
+  // A blank that is being typed stays.
+  if (SEARCH.value.trim() !== state.query) SEARCH.value = state.query;
   state.only = only;
   for (const entry of ENTRIES) {
     for (let node = entry.node; node?.shut; node = node.parent) node.shut = false;

@@ -1,43 +1,34 @@
 // The tree of layers, with the tensors of one program or two, and what each sends.
-"use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const [FIRST, SECOND] = DATA.programs;
 const MESH = FIRST.mesh;
-
-function bytesText(size) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let value = size, unit = 0;
-  for (; value >= 999.5 && unit < units.length - 1; unit++) value /= 1024;
-  const digits = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  return `${value.toFixed(unit ? digits : 0)} ${units[unit]}`;
-}
 
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const alongText = (axes) => axes === null ? "in groups that no axes make"
   : axes.length ? `along ${axes.join(", ")}` : "along no axis";
 
 // Of what XLA combined, each op has its share; of a loop, all of its trips.
-const sentBytes = (one) => Math.floor(one.bytes / one.shared) * (one.times ?? 1);
+const sentBytes = ({bytes, shared, times}) => Math.floor(bytes / shared) * (times ?? 1);
 
 /** What a tensor sends, by kind and axes: {kind, axes, sides: [[...], [...]], bytes}. */
 function sentAt(sides) {
-  const found = new Map();
+  const byKind = new Map();
   sides.forEach((tensor, side) => {
     for (const number of tensor?.sent ?? []) {
-      const one = DATA.programs[side].collectives[number];
-      const key = `${one.kind} ${alongText(one.axes)}`;
-      if (!found.has(key)) {
-        found.set(key, {key, kind: one.kind, axes: one.axes, sides: [[], []]});
+      const collective = DATA.programs[side].collectives[number];
+      const key = `${collective.kind} ${alongText(collective.axes)}`;
+      if (!byKind.has(key)) {
+        byKind.set(key, {key, kind: collective.kind, axes: collective.axes, sides: [[], []]});
       }
-      found.get(key).sides[side].push(one);
+      byKind.get(key).sides[side].push(collective);
     }
   });
-  for (const one of found.values()) {
-    one.bytes = one.sides.map((of) => sum(of.map(sentBytes)));
-    one.what = whatChanged(one.bytes);
+  for (const sent of byKind.values()) {
+    sent.bytes = sent.sides.map((of) => sum(of.map(sentBytes)));
+    sent.what = whatChanged(sent.bytes);
   }
-  return [...found.values()].sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
+  return [...byKind.values()].sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
 }
 
 function whatChanged([before, after]) {
@@ -66,7 +57,7 @@ function makeEntries() {
     return {
       key, sides, tensor, sent, isOnly,
       lies: differing.has(key) || isOnly,
-      differs: differing.has(key) || isOnly || sent.some((one) => one.what),
+      differs: differing.has(key) || isOnly || sent.some(({what}) => what),
     };
   });
 }
@@ -153,8 +144,8 @@ function openSome(most) {
 function textOf(entry) {
   if (entry.text === undefined) {
     const tensors = entry.sides.filter(Boolean);
-    const sent = entry.sent.map((one) => [one.kind, alongText(one.axes),
-      ...one.bytes.filter(Boolean).map(bytesText)].join(" "));
+    const sent = entry.sent.map(({kind, axes, bytes}) => [kind, alongText(axes),
+      ...bytes.filter(Boolean).map(bytesText)].join(" "));
     const shown = tensors.map((t) => [t.key, t.name, t.layer, t.place, t.kind,
       t.shape && `${t.dtype}[${t.shape.join(",")}]`, (t.dims ?? []).join(" "),
       t.shape && shardingOf(entry.sides[0] === t ? 0 : 1, t).text].join(" "));
@@ -168,12 +159,12 @@ const shardingOf = (side, tensor) => DATA.programs[side].shardings[tensor.shardi
 /** The names, layers and lines that are most like a text. */
 function nearest(text, count = 4) {
   const pairs = (word) => {
-    const found = new Map();
+    const counts = new Map();
     for (let i = 0; i + 1 < word.length; i++) {
       const pair = word.slice(i, i + 2);
-      found.set(pair, (found.get(pair) ?? 0) + 1);
+      counts.set(pair, (counts.get(pair) ?? 0) + 1);
     }
-    return found;
+    return counts;
   };
   const asked = pairs(text.toLowerCase()), scored = new Map();
   for (const entry of ENTRIES) {

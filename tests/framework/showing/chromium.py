@@ -117,8 +117,9 @@ class Page:
             self._call("Input.dispatchKeyEvent", type="keyUp", **how)
 
     def type(self, text: str) -> None:
-        """Types a text where the focus is."""
-        self._call("Input.insertText", text=text)
+        """Types a text where the focus is, letter by letter as people do."""
+        for letter in text:
+            self._call("Input.dispatchKeyEvent", type="char", text=letter)
 
     def click(self, element: str) -> None:
         """Clicks in the middle of what a JavaScript expression returns."""

@@ -29,6 +29,16 @@ def example():
     return trace_program(EXAMPLE["model"], specs, mesh, in_shardings=shardings)
 
 
+def uneven():
+    """A tensor of rows that do not divide, over devices in an order of their own."""
+    mesh = mw.DeviceMesh(("X", "Y"), (2, 4), (0, 2, 4, 6, 1, 3, 5, 7))
+
+    def fn(x):
+        return tf.reduce_sum(tf.tanh(mw.mesh_split(x, mesh, ["Y", "X"])) ** 2)
+
+    return trace_program(fn, [tf.TensorSpec([5, 8])], mesh, name="uneven")
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The addresses of pages by name, and the folder that they are in."""
@@ -38,6 +48,7 @@ def pages(tmp_path_factory):
     mw.explain_page(program, folder / "traced.html")
     before, after = kept("looped"), traced("looped", w_lies=lies("X", None))
     mw.explain_page(before, folder / "two.html", other=after)
+    mw.explain_page(uneven(), folder / "uneven.html")
     (folder / "many.html").write_text(filled(many(values(page_text(program)), 10_000)))
     return folder
 
@@ -215,6 +226,20 @@ def test_shards_are_those_of_the_sharding(opened):
         offsets = tensor.sharding.shard_offsets(tensor.shape)
         begins = [[begin for begin, _ in shard["slices"]] for shard in shards]
         assert begins == offsets.reshape(len(shards), -1).tolist()
+
+
+@chromium.needs_chromium
+def test_a_device_that_holds_only_padding_has_a_cell_of_its_own(opened):
+    page = opened("uneven")
+    page.run("choose(ENTRIES.find((e) => e.tensor.name === 'Tanh'))")
+    page.wait("document.querySelector('.shards title')")
+    cells = page.run(
+        "[...document.querySelectorAll('.shards title')].map((t) => t.textContent)"
+    )
+    # Rows go over Y, whose devices are two apart, and columns over X.
+    assert cells == [f"devices {n}" for n in range(8)]
+    page.run("DETAILS.querySelectorAll('details').forEach((d) => d.open = true)")
+    assert "X=1 Y=3\t[5:5, 4:8]" in page.text("#details")
 
 
 def test_sizes_and_names_that_would_end_the_script_do_not():

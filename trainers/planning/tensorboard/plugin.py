@@ -10,6 +10,7 @@ import base64
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -25,7 +26,7 @@ from werkzeug import wrappers
 
 _WEB = pathlib.Path(__file__).with_name("web")
 # Not imported from where they are: TensorBoard would load TensorFlow and JAX.
-_TOKENS = pathlib.Path(__file__).parents[3] / "framework/showing/web/tokens.css"
+_SHOWING = pathlib.Path(__file__).parents[3] / "framework/showing/web"
 _FOLDER, _PLAN, _PAGE = "meshwright", "plan.json", "program.html"
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _DEEP = 4
@@ -41,6 +42,10 @@ NO_FILES = (
     "training has compiled here yet. Train on with the same model_dir, by "
     "meshwright-train --gin_file=FILE --model_dir=FOLDER, or write a plan beside "
     "them: meshwright-plan --gin_file=FILE --topology=cpu --log_dir=FOLDER"
+)
+NO_FOLDER = (
+    "Programs are looked for in a folder, and --logdir_spec names several. Start "
+    "TensorBoard by tensorboard --logdir=FOLDER, with the folder that the runs are in"
 )
 
 
@@ -83,19 +88,19 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
 
     @wrappers.Request.application
     def _script(self, request):
-        text = (_WEB / "index.js").read_text()
+        text = _text(_SHOWING / "common.js") + _text(_WEB / "index.js")
         return http_util.Respond(request, text, "text/javascript")
 
     @wrappers.Request.application
     def _style(self, request):
-        text = _TOKENS.read_text() + (_WEB / "style.css").read_text()
+        text = _text(_SHOWING / "tokens.css") + _text(_WEB / "style.css")
         return http_util.Respond(request, text, "text/css")
 
     @wrappers.Request.application
     def _runs(self, request):
         """The runs that have files; a message if there are none."""
         runs = self._folders()
-        message = "" if runs else NO_FILES
+        message = "" if runs else NO_FILES if self._logdir else NO_FOLDER
         return _json(request, {"runs": sorted(runs), "message": message})
 
     @wrappers.Request.application
@@ -108,7 +113,7 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
 
     @wrappers.Request.application
     def _curves(self, request):
-        """By group and run the points [step, value] of each curve."""
+        """By group and run the points [step, value] of each curve; None: not finite."""
         context, where = self._experiment(request)
         listed = self._provider.list_scalars(context, plugin_name="scalars", **where)
         curves = {}
@@ -128,7 +133,7 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
             )
             for run, by_tag in points.items():
                 read[run] = {
-                    tag: [[point.step, float(point.value)] for point in of]
+                    tag: [[point.step, _finite(point.value)] for point in of]
                     for tag, of in by_tag.items()
                 }
         return _json(request, curves)
@@ -154,7 +159,7 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
         # The first two of each sequence are the width and the height.
         loads = {
             run: {
-                tag: [[one.step, one.values[2].blob_key] for one in of]
+                tag: [[load.step, load.values[2].blob_key] for load in of]
                 for tag, of in by_tag.items()
             }
             for run, by_tag in read.items()
@@ -175,21 +180,26 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
 
     def _folders(self) -> dict[str, str]:
         """By run, `.` for the log folder itself, the folder of its files."""
-        found = {}
+        folders = {}
+        if not self._logdir:
+            return folders
         for depth in range(_DEEP):
             pattern = os.path.join(self._logdir, *["*"] * depth, _FOLDER, _PLAN)
             for path in tf.io.gfile.glob(pattern):
                 folder = os.path.dirname(path)
                 run = os.path.relpath(os.path.dirname(folder), self._logdir)
-                found[run] = folder
-        return found
+                folders[run] = folder
+        return folders
 
     def _file(self, request, name: str, kind: str):
         run = request.args.get("run", "")
         folder = self._folders().get(run)  # A run that was listed, and no other path.
         path = folder and os.path.join(folder, name)
         if not path or not tf.io.gfile.exists(path):
-            text = f"run {run!r} has no {name}: a mesh of one device has no page"
+            text = (
+                f"run {run!r} has no {name}: there is none of a mesh of one device, "
+                "nor where its log warns of that"
+            )
             return http_util.Respond(request, text, "text/plain", code=404)
         with tf.io.gfile.GFile(path, "r") as file:
             text = file.read()
@@ -198,6 +208,15 @@ class MeshwrightPlugin(base_plugin.TBPlugin):
             for script in (_SCRIPT.findall(text) if name == _PAGE else ())
         ]
         return http_util.Respond(request, text, kind, csp_scripts_sha256s=scripts)
+
+
+def _text(file: pathlib.Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return float(value) if math.isfinite(value) else None
 
 
 def _matching(tags, patterns) -> list[str]:

@@ -33,16 +33,24 @@ def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
       OSError: the files cannot be written.
     """
     folder = os.path.join(run, FOLDER)
-    texts = {PLAN: json.dumps(document)}
+    page, page_file = None, os.path.join(folder, PAGE)
     if traced.written.mesh.size > 1:
         try:
-            texts[PAGE] = page_text(traced)
+            page = page_text(traced)
         except LoweringError as error:
             log.warning("there is no page of the program: %s", error)
     try:
         tf.io.gfile.makedirs(folder)
-        for name, text in texts.items():
-            with tf.io.gfile.GFile(os.path.join(folder, name), "w") as file:
-                file.write(text)
+        if page is not None:
+            _write(page_file, page)
+        elif tf.io.gfile.exists(page_file):  # Of an earlier program.
+            tf.io.gfile.remove(page_file)
+        # The plan is last: by it TensorBoard knows the run.
+        _write(os.path.join(folder, PLAN), json.dumps(document))
     except tf.errors.OpError as error:
         raise OSError(f"cannot write to {folder} ({error}): free some space") from error
+
+
+def _write(path: str, text: str) -> None:
+    with tf.io.gfile.GFile(path, "w") as file:
+        file.write(text)

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 from tensorboard import default, program
 
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.trainers.planning.tensorboard import program_files
-from meshwright.trainers.planning.tensorboard.plugin import NO_FILES, MeshwrightPlugin
+from meshwright.trainers.planning.tensorboard.plugin import (
+    NO_FILES,
+    NO_FOLDER,
+    MeshwrightPlugin,
+)
 from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.training import loop
 from tests.framework.showing import chromium
@@ -50,10 +55,15 @@ def logs(tmp_path_factory):
 
 def serve(folder):
     """The address of a TensorBoard of a folder, which lives as long as the process."""
+    return serve_by("--logdir", str(folder))
+
+
+def serve_by(*flags):
+    """The same by flags."""
     # Not those of entry points, ours among them once the package is installed anew.
     plugins = [*default.get_static_plugins(), MeshwrightPlugin]
     server = program.TensorBoard(plugins=plugins)
-    arguments = ["--logdir", str(folder), "--port", "0", "--load_fast=false"]
+    arguments = [*flags, "--port", "0", "--load_fast=false"]
     server.configure(argv=["tensorboard", *arguments])
     return server.launch()
 
@@ -193,6 +203,28 @@ def test_what_it_serves(served, logs):
             asked(served, f"plan?run={run}")
 
 
+@chromium.needs_chromium
+def test_what_is_not_finite_is_a_gap(browser, tmp_path):
+    """Bare NaN, as Python writes it, no browser would read."""
+    curve = Summaries(str(tmp_path), "train")
+    for step, norm in enumerate([1.0, float("nan"), 2.0, float("inf")], 1):
+        curve.scalars(step, {"optimizer/grad_norm": norm})
+    curve.close()
+    page = opened(browser, serve(tmp_path))
+    show(page, "Health")
+    page.wait("document.querySelector('main h2')?.innerText.includes('Health')")
+    assert "not finite" in page.text("main")
+    path = page.run("document.querySelector('main svg path').getAttribute('d')")
+    assert path.count("M") == 2 and "NaN" not in path
+
+
+def test_runs_of_a_logdir_spec_say_what_to_run():
+    assert asked(serve_by("--logdir_spec", "a:/nowhere"), "runs") == {
+        "runs": [],
+        "message": NO_FOLDER,
+    }
+
+
 def test_without_files_there_is_a_message(tmp_path):
     assert asked(serve(tmp_path), "runs") == {"runs": [], "message": NO_FILES}
 
@@ -210,6 +242,32 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "plan" / "meshwright").write_text("a file")
     with pytest.raises(OSError, match="cannot write to .*plan/meshwright"):
         program_files.write(str(tmp_path / "plan"), {}, small_programs().traced_main)
+
+
+def test_no_page_of_an_earlier_program_stays(tmp_path, monkeypatch):
+    traced = small_programs().traced_main
+    program_files.write(str(tmp_path), {"number": 1}, traced)
+    page = tmp_path / "meshwright" / "program.html"
+    assert page.exists()
+
+    def refuses(program):
+        raise LoweringError("nothing can be told")
+
+    monkeypatch.setattr(program_files, "page_text", refuses)
+    program_files.write(str(tmp_path), {"number": 2}, traced)
+    assert not page.exists()
+    assert json.loads((tmp_path / "meshwright" / "plan.json").read_text()) == {
+        "number": 2
+    }
+
+
+def test_training_goes_on_without_its_page(tmp_path, caplog):
+    (tmp_path / "meshwright").write_text("a file")
+    programs = at(small_programs(), num_steps=1)
+    run = loop.Run(model_dir=str(tmp_path), evaluate=False, write_program=True)
+    assert loop.train_and_evaluate(programs, run).step == 1
+    assert "TensorBoard will not show this program" in caplog.text
+    assert "cannot write to" in caplog.text
 
 
 def test_setup_declares_the_plugin():

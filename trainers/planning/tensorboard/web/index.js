@@ -6,29 +6,8 @@ const ask = async (path) => {
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 };
-const SVG = ["svg", "rect", "line", "path", "text", "title", "g"];
 const AXES = 7;
 const color = (number) => `var(--axis${number % AXES})`;
-
-function h(tag, attributes = {}, ...children) {
-  const one = SVG.includes(tag)
-    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
-    : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) one.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) one.setAttribute(name, value);
-  }
-  one.append(...children.flat(Infinity).filter((child) => child || child === 0));
-  return one;
-}
-
-function bytesText(size) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let value = size, unit = 0;
-  for (; value >= 999.5 && unit < units.length - 1; unit++) value /= 1024;
-  const digits = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  return `${value.toFixed(unit ? digits : 0)} ${units[unit]}`;
-}
 
 const numberText = (value) => Math.abs(value) >= 1000
   ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
@@ -42,6 +21,11 @@ function chart(title, curves, {text = numberText, limit = null, wide = false,
   const [left, right, top, bottom] = [62, 12, 10, 22];
   const points = Object.values(curves).flat();
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]).filter(Number.isFinite);
+  // What is not finite comes as null, and is a gap.
+  const valueText = (y) => Number.isFinite(y) ? text(y) : "not finite";
+  if (!ys.length) {
+    return h("figure", {}, h("figcaption", {}, title), h("p", {class: "soft"}, "not finite"));
+  }
   let [low, high] = [fill ? 0 : Math.min(...ys), Math.max(...ys)];
   if (limit !== null && limit < 1.6 * high) high = Math.max(high, limit);
   if (high === low) [low, high] = [low - Math.abs(low || 1) * .1, high + Math.abs(high || 1) * .1];
@@ -50,17 +34,18 @@ function chart(title, curves, {text = numberText, limit = null, wide = false,
   const py = (y) => top + (height - top - bottom) * (1 - (y - low) / (high - low));
   const ticks = [0, .5, 1].map((part) => low + part * (high - low));
   const lines = Object.entries(curves).map(([name, curve], number) => {
-    const path = curve.map(([x, y], i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`)
-      .join("");
+    const path = curve.map(([x, y], i) => Number.isFinite(y)
+      ? `${Number.isFinite(curve[i - 1]?.[1]) ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`
+      : "").join("");
     const area = `${path}L${px(last)} ${py(low)}L${px(first)} ${py(low)}Z`;
     const [x, y] = curve[curve.length - 1];
-    return h("g", {}, h("title", {}, `${name}: ${text(y)} at ${xText(x)}`),
+    return h("g", {}, h("title", {}, `${name}: ${valueText(y)} at ${xText(x)}`),
       fill ? h("path", {d: area, fill: color(number), "fill-opacity": .2}) : "",
       h("path", {d: path, fill: "none", stroke: color(number), "stroke-width": 1.7}),
-      curve.length === 1 ? h("rect", {x: px(x) - 2, y: py(y) - 2, width: 4, height: 4,
+      curve.length === 1 && Number.isFinite(y) ? h("rect", {x: px(x) - 2, y: py(y) - 2, width: 4, height: 4,
         fill: color(number)}) : "");
   });
-  const last_ = Object.values(curves).map((curve) => text(curve[curve.length - 1][1]));
+  const last_ = Object.values(curves).map((curve) => valueText(curve[curve.length - 1][1]));
   const words = `${title}: ${Object.keys(curves).map((name, i) => `${name} ${last_[i]}`).join("; ")}`;
   return h("figure", {class: wide ? "wide" : ""}, h("figcaption", {}, title),
     h("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words},
@@ -103,7 +88,7 @@ async function program(run) {
 async function memory(run) {
   const plan = await ask(`plan?run=${encodeURIComponent(run)}`);
   const {timeline, peak_bytes: peak, memory_limit: limit, breakdown, buffers} = plan;
-  const largest = Math.max(1, ...breakdown.map((one) => one.bytes));
+  const largest = Math.max(1, ...breakdown.map(({bytes}) => bytes));
   const alive = (timeline ?? []).map((bytes, i) => [i, bytes]);
   return view(
     h("h2", {}, `${bytesText(peak)} of ${bytesText(limit)} on each device at the peak`),
@@ -112,11 +97,11 @@ async function memory(run) {
       alive.length ? chart("In use on a device during a step", {"": alive},
         {text: bytesText, limit, wide: true, fill: true, xText: (x) => x ? "end" : "begin"}) : ""),
     h("h3", {}, "What it is used for at the peak"),
-    table(["bytes*", "", "part"], breakdown.filter((one) => one.bytes).map((one) =>
-      [bytesText(one.bytes), bar(one.bytes / largest), one.part])),
+    table(["bytes*", "", "part"], breakdown.filter(({bytes}) => bytes).map(
+      ({bytes, part}) => [bytesText(bytes), bar(bytes / largest), part])),
     h("h3", {}, "Largest buffers at the peak"),
-    table(["bytes*", "number*", "kind", "type", "name", "made at"], buffers.map((one) =>
-      [bytesText(one.bytes), one.count, one.kind, one.type, one.name, one.source])));
+    table(["bytes*", "number*", "kind", "type", "name", "made at"], buffers.map((buffer) =>
+      [bytesText(buffer.bytes), buffer.count, buffer.kind, buffer.type, buffer.name, buffer.source])));
 }
 
 const MOST_ITERATIONS = 200;
@@ -127,15 +112,15 @@ async function pipeline(run) {
     return view(h("p", {}, "This program has no pipeline. One is made by "
       + "layers.Pipelined around a stack."));
   }
-  return view(pipelines.map((one) => {
-    const shown = one.timetable.slice(0, MOST_ITERATIONS);
+  return view(pipelines.map((planned) => {
+    const shown = planned.timetable.slice(0, MOST_ITERATIONS);
     const stages = shown[0].map((_, stage) => shown.map((row) => row[stage]));
     return [
-      h("h2", {}, one.path),
-      h("p", {class: "soft"}, `${one.num_stages} stages, ${one.num_microbatches} microbatches, `
-        + `${one.num_repeats} rounds, ${one.iterations} iterations, `
-        + `${(100 * one.bubble_fraction).toFixed(1)}% bubbles`
-        + (one.timetable.length > shown.length ? `; the first ${shown.length} are drawn` : "")),
+      h("h2", {}, planned.path),
+      h("p", {class: "soft"}, `${planned.num_stages} stages, ${planned.num_microbatches} microbatches, `
+        + `${planned.num_repeats} rounds, ${planned.iterations} iterations, `
+        + `${(100 * planned.bubble_fraction).toFixed(1)}% bubbles`
+        + (planned.timetable.length > shown.length ? `; the first ${shown.length} are drawn` : "")),
       h("p", {class: "soft"}, "A row for each stage, a column for each iteration; the number is "
         + "that of the microbatch, grey is a bubble."),
       h("div", {class: "scroll"}, stages.map((row, stage) => h("div", {class: "cells",
@@ -152,34 +137,22 @@ const MOST_DEVICES = 64;
 
 /** For each device the number of the shard of a weight that it holds. */
 function shardNumbers(axes, mesh) {
-  const names = Object.keys(mesh), shape = Object.values(mesh);
-  const count = Math.min(MOST_DEVICES, shape.reduce((a, b) => a * b, 1));
-  const along = (device, axis) => {
-    const [, name, before, size] = /^(.+?)(?::\((\d+)\)(\d+))?$/.exec(axis);
-    const number = names.indexOf(name);
-    const inner = shape.slice(number + 1).reduce((a, b) => a * b, 1);
-    const coordinate = Math.floor(device / inner) % shape[number];
-    const length = size ? +size : shape[number];
-    const finer = shape[number] / ((before ? +before : 1) * length);
-    return [Math.floor(coordinate / finer) % length, length];
-  };
-  return Array.from({length: count}, (_, device) => axes.flat().reduce((n, axis) => {
-    const [place, size] = along(device, axis);
-    return n * size + place;
-  }, 0));
+  const named = {axes: Object.keys(mesh), shape: Object.values(mesh)};
+  const count = Math.min(MOST_DEVICES, named.shape.reduce((a, b) => a * b, 1));
+  return Array.from({length: count}, (_, place) => shardNumber(place, axes.flat(), named));
 }
 
 async function weights(run) {
   const plan = await ask(`plan?run=${encodeURIComponent(run)}`);
   const rows = [...plan.weights].sort((a, b) => b.bytes - a.bytes);
-  const total = rows.reduce((n, one) => n + one.bytes, 0);
-  const cells = (one) => {
-    const numbers = shardNumbers(one.axes, plan.mesh);
+  const total = rows.reduce((n, weight) => n + weight.bytes, 0);
+  const cells = (weight) => {
+    const numbers = shardNumbers(weight.axes, plan.mesh);
     const palest = Math.max(1, ...numbers);
     return h("div", {class: "cells", style: `grid-template-columns: repeat(${numbers.length}, .9rem)`},
       numbers.map((number, device) => h("i", {
-        style: `background: ${color(number)}; opacity: ${one.axes.flat().length ? 1 - .35 * number / palest : .35}`,
-        title: `device ${device}: shard ${number}`}, one.axes.flat().length ? String(number) : "")));
+        style: `background: ${color(number)}; opacity: ${weight.axes.flat().length ? 1 - .35 * number / palest : .35}`,
+        title: `device ${device}: shard ${number}`}, weight.axes.flat().length ? String(number) : "")));
   };
   return view(
     h("h2", {}, `${bytesText(total)} of weights on each device`),
@@ -187,9 +160,9 @@ async function weights(run) {
       `${name}=${size}`).join(", ")}. Each square is a device, in the mesh's order; its number `
       + "is that of its shard. A pale row is held by every device"
       + (plan.devices > MOST_DEVICES ? `; the first ${MOST_DEVICES} devices are drawn.` : ".")),
-    table(["bytes*", "weight", "type", "dims", "sharding", "shard", "devices"], rows.map((one) => [
-      bytesText(one.bytes), one.path, one.type, one.dims.join(", "), one.sharding,
-      `[${one.shard_shape.join(", ")}]`, cells(one)])));
+    table(["bytes*", "weight", "type", "dims", "sharding", "shard", "devices"], rows.map((weight) => [
+      bytesText(weight.bytes), weight.path, weight.type, weight.dims.join(", "), weight.sharding,
+      `[${weight.shard_shape.join(", ")}]`, cells(weight)])));
 }
 
 /** Charts of curves {run: {tag: points}}, one for each tag. */
