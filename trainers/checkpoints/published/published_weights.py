@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 
@@ -69,15 +70,26 @@ def tensors_of(mapping: TensorMapping, model: Model) -> list[PublishedTensor]:
     """All tensors of a model, in the order of layers.
 
     Raises:
-      CheckpointError: a weight of the model has no line.
+      CheckpointError: a weight of the model has no line, or two; two are of one tensor.
     """
     specs = dict(model.task.weights().items_by_path())
-    tensors, used = [], set()
+    tensors, used, names, places = [], set(), {}, {}
+
+    def check_same(of: Any, one: Any, other: Any) -> None:
+        if one is not other:
+            raise CheckpointError(
+                f"{mapping.name}: {of} is to be both {one} and {other}: leave out one "
+                "of the lines"
+            )
 
     def note(name: str, path: str, index: tuple[int, ...], change: str) -> None:
         if path in specs:
             used.add(path)
             place = Place(path=path, index=index)
+            # A line of a whole weight, which comes first, may have a layer's part.
+            whole = places.get((path, ()), name)
+            check_same(name, names.setdefault(name, place), place)
+            check_same(place, places.setdefault((path, index), whole), name)
             tensors.append(_tensor(name, place, change, specs[path]))
 
     for line in mapping.lines:
