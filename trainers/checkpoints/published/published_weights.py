@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import numpy as np
@@ -115,10 +116,12 @@ class PublishedPlaces:
     Args:
       places: where they go, by their names.
       derived: names of those that follow from others, as some files have them.
+      none: of weights in a pipeline the indices of layers that are none.
     """
 
     places: dict[str, Place]
     derived: Set[str]
+    none: dict[str, set[tuple[int, ...]]]
 
 
 def published_places(
@@ -172,7 +175,19 @@ def published_places(
             "config.json, or see InitializeFrom.missing, unused and mapping"
         )
     places = {name: each.place for name, each in tensors.items()}
-    return PublishedPlaces(places, derived)
+    return PublishedPlaces(places, derived, _none(model, places.values()))
+
+
+def _none(model: Model, places: Iterable[Place]) -> dict[str, set[tuple[int, ...]]]:
+    """The indices of weights that no layer of a model has."""
+    given = collections.defaultdict(set)
+    for place in places:
+        given[place.path].add(place.index)
+    specs = dict(model.task.weights().items_by_path())
+    return {
+        path: set(np.ndindex(*specs[path].shape[: len(next(iter(indices)))])) - indices
+        for path, indices in given.items()
+    }
 
 
 def _checked_family(
