@@ -141,6 +141,7 @@ class _Known:
       widens: whether arrays may have narrower floats than the weights.
       unused: what becomes of arrays that go nowhere, if `InitializeFrom` does not say.
       derived: names of arrays that may go nowhere, as they follow from others.
+      none: for some paths the indices of layers that are none, and become zeros.
     """
 
     places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
@@ -148,6 +149,7 @@ class _Known:
     widens: bool = False
     unused: Unused = Unused.IGNORE
     derived: Set[str] = frozenset()
+    none: Mapping[str, Set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
 
 class _Fitting:
@@ -215,15 +217,19 @@ class _Fitting:
             piece.place.index: (_readable(arrays[piece.name]), piece.place.changes)
             for piece in pieces
         }
+        none = self._none(path)
 
         @functools.cache  # Devices that hold the same part read it once.
         def part(bounds: Bounds) -> np.ndarray:
             value = np.empty([end - start for start, end in bounds], weight.dtype)
             rank = len(pieces[0].place.index)
             for at in itertools.product(*(range(*ends) for ends in bounds[:rank])):
+                here = tuple(i - bounds[dim][0] for dim, i in enumerate(at))
+                if at in none:
+                    value[here] = 0
+                    continue
                 array, changes = by_place[at]
                 form = array.form if hasattr(array, "form") else array
-                here = tuple(i - bounds[dim][0] for dim, i in enumerate(at))
                 value[here] = read_part(
                     array, form.shape, changes, weight.shape[rank:], bounds[rank:]
                 )
@@ -319,7 +325,7 @@ class _Fitting:
                     f"{piece.name} is {form} in the checkpoint, {place} is {part} in "
                     "this model"
                 ]
-        count = math.prod(wanted.shape[:rank])
+        count = math.prod(wanted.shape[:rank]) - len(self._none(path))
         if len(pieces) != count:
             return [f"{path} {wanted} gets {len(pieces)} of its {count} layers"]
         return []
@@ -343,6 +349,9 @@ class _Fitting:
         floats = ("float16", "bfloat16", "float32")
         both = dtype in floats and wanted in floats
         return self._known.widens and both and wanted == "float32"
+
+    def _none(self, path: str) -> Set[tuple[int, ...]]:
+        return self._known.none.get(path, frozenset())
 
     def _initialized(self) -> list[str]:
         return [path for path in self._wanted if path not in self.pieces]
@@ -450,6 +459,7 @@ def _read_safetensors(
             places=published.places,
             unused=Unused.IGNORE if source.only else Unused.ERROR,
             derived=published.derived,
+            none=published.none,
         )
     forms_of = {name: tensor.form for name, tensor in opened.tensors.items()}
     return {name: opened.tensors[name] for name in fitting.fit(forms_of, known)}

@@ -207,10 +207,12 @@ class Pipeline(Layer):
 
         Each stage keeps its weights and caches, and groups of rows travel. Where the
         mesh does not split the stages, all rows go through one layer after another.
-        See `TransformerLayer.step`; what comes by rows comes in the order of `x`.
+        See `TransformerLayer.step`; what comes by rows comes in the order of `x`. For
+        beams of a memory's rows, the cache is one of as many rows, `copied`.
 
         Raises:
-          ValueError: rows do not divide into the groups that the cache has.
+          ValueError: rows do not divide into the groups that the cache has, or it or
+            the memory is of other rows.
         """
         decoding = self._decoding(ctx, x.shape[0], cache)
         if decoding is not None:

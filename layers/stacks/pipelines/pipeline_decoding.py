@@ -129,6 +129,9 @@ class PipelineDecoding(PipelineLoop):
         inputs: Mapping[str, tf.Tensor | None],
     ) -> tuple[tf.Tensor, NestedMap]:
         """See `Pipeline.step`."""
+        self._check_cache("cache", cache, x.shape[0])
+        if memory is not None:
+            self._check_cache("memory", memory, None)
         given = {name: value for name, value in inputs.items() if value is not None}
         absent = {name: None for name, value in inputs.items() if value is None}
         tables = [self._grouped(*item) for item in given.items()]
@@ -198,6 +201,21 @@ class PipelineDecoding(PipelineLoop):
             return [y, *after.leaves()]
 
         return of_stage
+
+    def _check_cache(self, name: str, cache: NestedMap, rows: int | None) -> None:
+        """Raises ValueError: it has other groups, or not so many rows, if that is set.
+
+        Entries that are not there would be read as the last one.
+        """
+        for tensor in cache.leaves():
+            entries, of_group = tensor.shape[ROWS_DIM - 1], tensor.shape[ROWS_DIM]
+            if entries != self.entries or rows not in (None, self.groups * of_group):
+                raise ValueError(
+                    f"layer {self.ctx.path!r}: the {name} of a step has {entries} "
+                    f"entries of {of_group} rows, but x has {self.groups} groups of "
+                    f"rows in {self.entries} entries: make cache and memory for the "
+                    "same rows, and for beams take `cache_rows.copied` of the cache"
+                )
 
     def _body_ctx(self, keys) -> Context:
         key = keys[0] if keys else None

@@ -196,3 +196,24 @@ def test_rows_that_fit_no_groups_are_refused():
     with pytest.raises(ValueError, match=message):
         x = tf.constant(X[0, :B])
         layer.step(ctx, theta, x, cache, 0, paddings=tf.zeros([3, T], tf.int32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "memories", "message"),
+    [
+        (B // 2, B, B, "the cache of a step has 2 entries of 2 rows, but x has 4 g"),
+        (B, B // 2, B // 2, "the cache of a step has 4 entries of 2 rows"),
+        (B, B - 1, B, "the cache of a step has 4 entries of 2 rows"),
+        (B, B, 4, "the memory of a step has 2 entries of 2 rows, but x has 4 groups"),
+    ],
+)
+def test_a_cache_of_other_rows_is_refused(rows, steps, memories, message):
+    """Entries that are not there would be read as the last one."""
+    stages = 2 if rows < B else 4
+    layer, split = pipeline(decoder(), stages), plan(stages, 2, 1)
+    ctx = Context(plan=split, path="stack")
+    theta = initialize(layer.weights(), random.key_from_seed(0))
+    cache = layer.init_cache(ctx, rows, T)
+    memory = layer.encode_memory(ctx, theta, tf.constant(MEMORY[:memories]))
+    with pytest.raises(ValueError, match=message):
+        layer.step(ctx, theta, tf.constant(X[0, :steps]), cache, 0, memory=memory)

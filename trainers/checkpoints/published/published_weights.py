@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from typing import Any
 
 import numpy as np
 
@@ -69,15 +71,26 @@ def tensors_of(mapping: TensorMapping, model: Model) -> list[PublishedTensor]:
     """All tensors of a model, in the order of layers.
 
     Raises:
-      CheckpointError: a weight of the model has no line.
+      CheckpointError: a weight of the model has no line, or two; two are of one tensor.
     """
     specs = dict(model.task.weights().items_by_path())
-    tensors, used = [], set()
+    tensors, used, names, places = [], set(), {}, {}
+
+    def check_same(of: Any, one: Any, other: Any) -> None:
+        if one is not other:
+            raise CheckpointError(
+                f"{mapping.name}: {of} is to be both {one} and {other}: leave out one "
+                "of the lines"
+            )
 
     def note(name: str, path: str, index: tuple[int, ...], change: str) -> None:
         if path in specs:
             used.add(path)
             place = Place(path=path, index=index)
+            # A line of a whole weight, which comes first, may have a layer's part.
+            whole = places.get((path, ()), name)
+            check_same(name, names.setdefault(name, place), place)
+            check_same(place, places.setdefault((path, index), whole), name)
             tensors.append(_tensor(name, place, change, specs[path]))
 
     for line in mapping.lines:
@@ -103,10 +116,12 @@ class PublishedPlaces:
     Args:
       places: where they go, by their names.
       derived: names of those that follow from others, as some files have them.
+      none: of weights in a pipeline the indices of layers that are none.
     """
 
     places: dict[str, Place]
     derived: Set[str]
+    none: dict[str, set[tuple[int, ...]]]
 
 
 def published_places(
@@ -160,7 +175,19 @@ def published_places(
             "config.json, or see InitializeFrom.missing, unused and mapping"
         )
     places = {name: each.place for name, each in tensors.items()}
-    return PublishedPlaces(places, derived)
+    return PublishedPlaces(places, derived, _none(model, places.values()))
+
+
+def _none(model: Model, places: Iterable[Place]) -> dict[str, set[tuple[int, ...]]]:
+    """The indices of weights that no layer of a model has."""
+    given = collections.defaultdict(set)
+    for place in places:
+        given[place.path].add(place.index)
+    specs = dict(model.task.weights().items_by_path())
+    return {
+        path: set(np.ndindex(*specs[path].shape[: len(next(iter(indices)))])) - indices
+        for path, indices in given.items()
+    }
 
 
 def _checked_family(

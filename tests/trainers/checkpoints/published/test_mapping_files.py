@@ -138,3 +138,25 @@ def test_what_does_not_fit_is_told(tmp_path, ours):
         imported(ours, tmp_path / "none", mapping=lesser)
     with pytest.raises(ValueError, match="and rules say it too: leave out one of"):
         InitializeFrom(checkpoint="x", mapping=lesser, rules=("a -> b",))
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        (
+            ("norm ", "h.1.ln "),
+            r"my\.map: h\.1\.ln is to be both final_norm\.scale and stack\.stack\..*",
+        ),
+        (
+            ("h.*.none -> *.feed_forward.b_in", "w_in -> stack.stack.feed_forward.w_in"),
+            r"my\.map: stack\.stack\.feed_forward\.w_in\[0\] is to be both w_in and h.*",
+        ),
+    ],
+)
+def test_a_line_for_all_layers_and_one_for_none_do_not_say_the_same(
+    tmp_path, ours, line, message
+):
+    twice = mapping_of(tmp_path, re.sub(" +->", " ->", OURS).replace(*line))
+    how = {"mapping": twice, "dtype": "float32", "file_bytes": 10**9}
+    with pytest.raises(CheckpointError, match=message + ": leave out one of the lines"):
+        export_published(ours.experiment.task, NestedMap(), tmp_path, **how)

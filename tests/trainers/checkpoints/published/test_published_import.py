@@ -80,11 +80,13 @@ def test_newer_and_older_files_say_the_same(tmp_path):
             np.testing.assert_array_equal(a[path], other[path])
 
 
-def test_layers_of_a_pipeline_are_in_the_streams_order(tmp_path):
-    config = {**CASES["llama"].config, "num_hidden_layers": 8}
+@pytest.mark.parametrize("layers", [8, 7])
+def test_layers_of_a_pipeline_are_in_the_streams_order(tmp_path, layers):
+    """Of 7, the last that stages and rounds have is none."""
+    config = {**CASES["llama"].config, "num_hidden_layers": layers}
     tensors = random_tensors(config)
     write(tmp_path, config, tensors)
-    made = experiment("llama", "NUM_LAYERS = 8")
+    made = experiment("llama", f"NUM_LAYERS = {layers}")
     pipeline = Pipeline(
         stack=made.task.stack, num_stages=2, num_microbatches=2, num_repeats=2
     )
@@ -97,6 +99,7 @@ def test_layers_of_a_pipeline_are_in_the_streams_order(tmp_path):
         want = tensors[f"model.layers.{i}.mlp.up_proj.weight"].T
         np.testing.assert_array_equal(stacked[layer.index], want)
         np.testing.assert_array_equal(in_order[i], want)
+    assert not np.any(stacked[1, 3]) == (layers == 7)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
