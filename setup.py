@@ -29,7 +29,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"meshwright": "."},
     packages=packages(),
-    package_data={"": ["*.gin"]},
+    package_data={"": ["*.gin", "*.map", "*.html", "*.css", "*.js"]},
     install_requires=[
         "absl-py",
         "etils[epath]",
@@ -45,6 +45,7 @@ setup(
         "tensorflow>=2.21,<2.22",
         "tensorstore",
         "tqdm",
+        "werkzeug",
     ],
     extras_require={
         "test": ["hypothesis", "pytest", "pytest-cov", "pytest-xdist", "ruff", "xprof"],
@@ -71,6 +72,9 @@ setup(
             "meshwright-generate=meshwright.trainers.generate:run",
             "meshwright-plan=meshwright.trainers.plan:run",
             "meshwright-train=meshwright.trainers.train:run",
+        ],
+        "tensorboard_plugins": [
+            "meshwright=meshwright.trainers.planning.tensorboard.plugin:MeshwrightPlugin",
         ],
     },
 )

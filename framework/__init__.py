@@ -67,6 +67,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import reshard
+from meshwright.framework.showing.page import explain_page
+from meshwright.framework.showing.shards import visualize
 
 __all__ = [
     "Adafactor",
@@ -102,6 +104,7 @@ __all__ = [
     "compile_program",
     "explain",
     "explain_difference",
+    "explain_page",
     "explain_types",
     "function",
     "keras",
@@ -115,5 +118,6 @@ __all__ = [
     "shard",
     "split",
     "unreduced_gradients",
+    "visualize",
     "what_if",
 ]

@@ -42,8 +42,8 @@ from meshwright.layers.experts.gatings import (
 )
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.neumf import NeuMF
-from meshwright.layers.stacks.pipeline import Pipeline
-from meshwright.layers.stacks.pipeline_function import pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline_function import pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias

@@ -42,6 +42,8 @@ def _check() -> None:
             plan_flags.EXPLAIN_WHY,
         )
         _refuse(details, "needs --explain")
+        if plan_flags.TOPOLOGY.value is None:
+            _refuse((plan_flags.EXPLAIN_HTML,), "needs --explain, or --topology")
     _check_pattern()
     topology = plan_flags.TOPOLOGY.value
     if topology is not None and not _TOPOLOGY.fullmatch(topology):
@@ -58,7 +60,7 @@ def _check() -> None:
         )
     if search_flags.SEARCH.value:
         _refuse(
-            (plan_flags.EXPLAIN, *pages),
+            (plan_flags.EXPLAIN, plan_flags.EXPLAIN_HTML, *pages),
             "shows one plan: give it with the gin file that --search writes, "
             "without --search",
         )
@@ -78,6 +80,7 @@ def _check() -> None:
         )
     files.output_file(plan_flags.JSON)
     files.output_file(plan_flags.HTML)
+    files.output_file(plan_flags.EXPLAIN_HTML)
     files.check_folder(plan_flags.LOG_DIR)
 
 

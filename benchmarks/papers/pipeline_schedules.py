@@ -1,26 +1,31 @@
 """What a pipeline's schedules leave idle, from programs compiled for TPUs.
 
     python benchmarks/papers/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
-      [--deferred=,.*] [--recompute=NOTHING] [--topology=v3:8x16]
+      [--deferred=,.*] [--parts=1] [--recompute=NOTHING] [--topology=v3:8x16]
       [--job=paper/table4_8x8x4.gin]
 
 The pipelined Transformer of GSPMD's Table 4, smaller batches, with 8 stages: GPipe's
 schedule and the circular one, gradients of weights in the backward loop or after it
-(`Pipeline.deferred_gradients`). "idle" is the bubbles' part of the time that the stages
-take, "formula" that part if forward, input gradients and weight gradients took equally
-long. Times are estimated for the compiled programs (docs/reference/planning.md);
-nothing is run. Below are formulas of schedules that other frameworks have
-(DeepSeek-V3, Table 2).
+(`Pipeline.deferred_gradients`). In `parts` a step goes through the pipeline that often,
+with so many times fewer microbatches (`Experiment.gradient_accumulation_steps`).
+
+"idle" is the bubbles' part of the time that the stages take, "formula" that part if
+forward, input gradients and weight gradients took equally long; "alive" is for how many
+microbatches a stage keeps activations. Times are estimated for the compiled programs
+(docs/reference/planning.md); nothing is run.
+Below are formulas of schedules that other frameworks have: of 1F1B, ZB-H1 and ZBV by
+Qi et al. (2023, sections 2 and 6), of DualPipe by DeepSeek-V3 (2024, Table 2).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from absl import app, flags
 
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from meshwright.trainers.planning.planning import CompileReport, plan
@@ -38,17 +43,31 @@ def formula(schedule: PipelineSchedule, *, deferred: bool) -> float:
     return idle / (idle + busy * (FORWARD + INPUTS + WEIGHTS))
 
 
-def formulas_of_others(stages: int, microbatches: int) -> dict[str, float]:
-    """The idle parts of schedules that let devices do different things at a time."""
+def alive(schedule: PipelineSchedule, *, deferred: bool) -> float:
+    """How many microbatches' activations a stage has for all of its layers."""
+    if deferred:
+        return float(schedule.slots)
+    return schedule.iterations / schedule.num_repeats  # Bubbles' too.
+
+
+def formulas_of_others(stages: int, microbatches: int) -> dict[str, tuple[float, int]]:
+    """The idle parts of schedules that let devices do different things at a time.
+
+    With it the microbatches whose activations a stage has.
+    """
     backward = INPUTS + WEIGHTS
     both = FORWARD + backward
     idle = {
         "1F1B": (stages - 1) * (FORWARD + backward),
-        "ZB1P": (stages - 1) * (FORWARD + backward - 2 * WEIGHTS),
+        "ZB-H1": (stages - 1) * (FORWARD + INPUTS - WEIGHTS),
+        "ZBV": 0.0,  # Where the three take equally long.
         "DualPipe": (stages / 2 - 1) * (both + backward - 3 * WEIGHTS),
     }
     busy = microbatches * (FORWARD + backward)
-    return {name: bubbles / (bubbles + busy) for name, bubbles in idle.items()}
+    kept = {name: stages + (name == "DualPipe") for name in idle}
+    return {
+        name: (bubbles / (bubbles + busy), kept[name]) for name, bubbles in idle.items()
+    }
 
 
 def stack_seconds(report: CompileReport, pipeline: PlannedPipeline) -> float:
@@ -75,10 +94,12 @@ def planned(
     microbatches: int,
     deferred: str,
     recompute: str | None,
+    parts: int,
 ) -> CompileReport:
     """The compiled step, with `Repeat.recompute` as the job has it if not given."""
     params = [
-        f"NUM_MICROBATCHES = {microbatches}",
+        f"NUM_MICROBATCHES = {microbatches // parts}",
+        f"Experiment.gradient_accumulation_steps = {parts}",
         f"GLOBAL_BATCH = {microbatches * ROWS_A_MICROBATCH}",
         f"Pipeline.num_repeats = {repeats}",
         f"Pipeline.deferred_gradients = {(deferred,) if deferred else ()}",
@@ -96,9 +117,12 @@ def row(report: CompileReport, deferred: str) -> str:
     """A row of the table."""
     (pipeline,) = report.pipelines
     schedule = pipeline.schedule
+    parts = report.experiment.gradient_accumulation_steps
     name = "GPipe" if schedule.num_repeats == 1 else f"circular x{schedule.num_repeats}"
+    name += f" / {parts}" if parts > 1 else ""
     where = f"after: {deferred}" if deferred else "in the loop"
-    cells = f"{name:12} {where:16} {schedule.iterations:4}"
+    kept = alive(schedule, deferred=bool(deferred))
+    cells = f"{name:12} {where:16} {schedule.iterations:4} {kept:6.1f}"
     if report.time is None:
         return f"{cells}  needs {report.peak_bytes / 2**30:.1f} GiB, does not fit"
     steps = report.experiment.steps_per_loop
@@ -118,6 +142,7 @@ def define_flags() -> None:
     policies = [policy.name for policy in Recompute]
     flags.DEFINE_enum("recompute", None, policies, "`Repeat.recompute`, if given.")
     flags.DEFINE_list("repeats", ["1", "2", "4"], "Rounds of the schedules.")
+    flags.DEFINE_list("parts", ["1"], "Parts of a step; they divide the microbatches.")
     flags.DEFINE_list("deferred", ["", ".*"], "`Pipeline.deferred_gradients`.")
 
 
@@ -126,22 +151,23 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     given = flags.FLAGS
-    head = "iter     idle  formula  bubbles   step s    GiB"
+    head = "iter  alive     idle  formula  bubbles   step s    GiB"
     print(f"{'schedule':12} {'weights':16} {head}")
-    for repeats in map(int, given.repeats):
-        for deferred in given.deferred:
-            report = planned(
-                given.job,
-                given.topology,
-                repeats,
-                given.microbatches,
-                deferred,
-                given.recompute,
-            )
-            print(row(report, deferred), flush=True)
+    cases = itertools.product(map(int, given.parts), map(int, given.repeats))
+    for (parts, repeats), deferred in itertools.product(cases, given.deferred or [""]):
+        report = planned(
+            given.job,
+            given.topology,
+            repeats,
+            given.microbatches,
+            deferred,
+            given.recompute,
+            parts,
+        )
+        print(row(report, deferred), flush=True)
     stages = report.pipelines[0].schedule.num_stages
-    for name, idle in formulas_of_others(stages, given.microbatches).items():
-        print(f"{name:12} {'':16} {'':4} {'':8} {idle:8.1%}")
+    for name, each in formulas_of_others(stages, given.microbatches).items():
+        print(f"{name:12} {'':16} {'':4} {each[1]:6.1f} {'':8} {each[0]:8.1%}")
 
 
 if __name__ == "__main__":

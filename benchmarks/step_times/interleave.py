@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -46,10 +47,12 @@ class Turn:
     Args:
       wall: seconds by the clock.
       cpu: seconds of all the process's threads, user and system.
+      faults: pages a step that the process touched and did not have (`getrusage`).
     """
 
     wall: float
     cpu: float
+    faults: float = 0.0
 
 
 def serve(make: Callable[[], Served]) -> None:
@@ -60,12 +63,18 @@ def serve(make: Callable[[], Served]) -> None:
     print(json.dumps(served.facts), file=answers)
     for line in sys.stdin:
         calls = math.ceil(int(line) / served.steps)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, faults = time.perf_counter(), time.process_time(), _faults()
         for _ in range(calls):
             served.call()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        sums = {"wall": wall, "cpu": cpu, "faults": _faults() - faults}
         steps = calls * served.steps
-        print(json.dumps({"wall": wall / steps, "cpu": cpu / steps}), file=answers)
+        means = {name: total / steps for name, total in sums.items()}
+        print(json.dumps(means), file=answers)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Worker:
@@ -159,7 +168,7 @@ def median_ratios(turns: Sequence[Turn], others: Sequence[Turn]) -> list[float]:
 
 
 def table_row(
-    label: str, turns: Sequence[Turn], first: Sequence[Turn] | None = None, width=7
+    label: str, turns: Sequence[Turn], first: Sequence[Turn] | None = None
 ) -> str:
     """A program's row: its median seconds, and the first program's over its own.
 
@@ -167,11 +176,10 @@ def table_row(
       label: what the row begins with.
       turns: the program's.
       first: those of the program that it is compared with; None for no ratios.
-      width: of the columns of ratios.
     """
     cells = [label, *(f"{seconds:7.4f}" for seconds in medians(turns))]
     if first is not None:
-        cells += [f"{ratio:{width}.2f}" for ratio in median_ratios(first, turns)]
+        cells += [f"{ratio:7.2f}" for ratio in median_ratios(first, turns)]
     return "  ".join(cells)
 
 

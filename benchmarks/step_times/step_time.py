@@ -13,9 +13,10 @@ programs have it, and in huge ones, as `meshwright-train` arranges it.
 
 The programs of a mesh take turns, so that other load of the machine meets them alike. A
 ratio is Meshwright's time over another program's in the same round, with pages of the
-same kind, or of its own with huge pages over small ones; the table has
-medians over rounds, and below 1 Meshwright is faster. On a busy machine trust CPU
-seconds more than the clock. Programs that do not train alike are not compared.
+same kind, or of its own with huge pages over small ones; the table has medians over
+rounds, and below 1 Meshwright is faster. Faults are pages that a step touches and the
+process does not have. On a busy machine trust CPU seconds more than the clock. Programs
+that do not train alike are not compared.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -151,7 +153,7 @@ def compare(
     """
     size = SETTINGS[setting]
     bindings = [*size.bindings, f"MESH_SHAPE = ({mesh.replace('x', ', ')})"]
-    arguments = [str(CHECKED_STEPS), *bindings]
+    arguments = [str(CHECKED_STEPS), "lm/stdlib_tiny.gin", *bindings]
     variants = [
         (variant, kind)
         for variant in _PROGRAMS.value
@@ -179,10 +181,10 @@ def compare(
 
 
 HEADER = f"""\
-{"":36}  {"seconds a step":^16}  {"Meshwright / program":^20}
-{"setting":9}{"mesh":6}{"pages":6}{"program":15}  {"CPU":>7}  {"wall":>7}  {"CPU":>9}\
-  {"wall":>9}
-{"-" * 76}"""
+{"":36}  {"seconds a step":^16}  {"faults":>8}  {"Meshwright / program":^20}
+{"setting":9}{"mesh":6}{"pages":6}{"program":15}  {"CPU":>7}  {"wall":>7}  \
+{"a step":>8}  {"CPU":>9}  {"wall":>9}
+{"-" * 86}"""
 
 
 def table_rows(
@@ -196,7 +198,12 @@ def table_rows(
     for pages, variant in itertools.product(PAGES, LABELS):
         if (variant, pages) in turns:
             first = None if variant == OURS else turns[OURS, pages]
-            cells = table_row("", turns[variant, pages], first, width=9)
+            own = turns[variant, pages]
+            faults = statistics.median(turn.faults for turn in own)
+            cells = table_row("", own) + f"  {faults:8.0f}"
+            if first is not None:
+                ratios = median_ratios(first, own)
+                cells += "".join(f"  {ratio:9.2f}" for ratio in ratios)
             rows.append((pages, variant, cells))
     for variant in LABELS:
         small, huge = (turns.get((variant, pages)) for pages in PAGES)

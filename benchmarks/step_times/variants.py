@@ -1,9 +1,10 @@
-"""The programs that `step_time.py` compares; a process runs one of them.
+"""The programs that `step_time.py` and others compare; a process runs one of them.
 
-    python variants.py VARIANT CHECKED_STEPS GIN_BINDING...
+    python variants.py VARIANT CHECKED_STEPS GIN_FILE GIN_BINDING...
 
-All programs build the experiment of `lm/stdlib_tiny.gin` with the bindings, start from
-the weights that its init program makes and train on the same random tokens.
+All programs build the experiment of the file, such as `lm/stdlib_tiny.gin`, with the
+bindings, start from the weights that its init program makes and train on the same
+random tokens.
 
 Dims: B batch, S sequence.
 """
@@ -138,10 +139,10 @@ def _plain(nest):
 
 
 def main() -> None:
-    name, checked_steps, *bindings = sys.argv[1:]
+    name, checked_steps, gin_file, *bindings = sys.argv[1:]
 
     def make() -> interleave.Served:
-        experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
+        experiment, _ = build_experiment([gin_file], bindings)
         platforms.set_platform("cpu", experiment.plan.mesh.size)
         programs = StepPrograms(experiment)
         train = VARIANTS[name](programs)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.arguments import Arguments, check_structure
+from meshwright.framework.compiler.boundary.border_table import border_table
 from meshwright.framework.compiler.boundary.borders import (
     check_kinds,
     check_results,
@@ -43,11 +44,13 @@ from meshwright.framework.compiler.xla.mesh_program import (
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.devices.hardware import kind_name
+from meshwright.framework.markup import code_html
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
+from meshwright.framework.sizes import bytes_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,15 @@ class Program:
     def __repr__(self) -> str:
         by = self.partitioner.value
         return f"<Program {self._signature.name!r} for the mesh ({self.mesh}), by {by}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the memory, and where arguments and results lie."""
+        held = f"{bytes_text(self.memory().peak)} on each device"
+        borders = (self.inputs, self.outputs, self.in_shardings, self.out_shardings)
+        return (
+            f"<div>{code_html(repr(self))}, {held}{border_table(*borders)}"
+            "<div>mw.explain_page(program, 'page.html') shows all of it</div></div>"
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -417,7 +429,7 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
-    fn = tracing_for_devices(devices)(fn)
+    fn = tracing_for_devices(devices, partitioner)(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
@@ -471,13 +483,13 @@ def trace_program(
 
 
 def tracing_for_devices(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None, partitioner: Partitioner
 ) -> contextlib.AbstractContextManager:
     """A scope of what is traced for devices; None: those of this program's processes.
 
-    In it layers know the kind of devices, and may use fused kernels.
+    In it layers know the kind of devices and the partitioner, and may use kernels.
     """
-    return tracing_for(kind_name((devices or jax.devices())[0]))
+    return tracing_for(kind_name((devices or jax.devices())[0]), partitioner.value)
 
 
 def _logical(shardings: Any) -> Any:

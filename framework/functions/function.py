@@ -28,6 +28,7 @@ from meshwright.framework.compiler.program import (
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.functions.agreement import (
     check_before_call,
@@ -189,7 +190,9 @@ class MeshFunction:
                 if key not in self._compiled:
                     specs = [_spec(leaf) or leaf for leaf in leaves]
                     check_before_tracing(self.name, self.mesh, specs)
-                    with tracing_for_devices(self._options.get("devices")):
+                    options = self._options
+                    by = Partitioner(options.get("partitioner", Partitioner.SHARDY))
+                    with tracing_for_devices(options.get("devices"), by):
                         traced = trace(
                             self._fn, (args, kwargs), specs, paths=paths, name=self.name
                         )

@@ -18,7 +18,7 @@ from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import OnConflict, annotate
-from meshwright.framework.sharding.origins import note_layer, note_weight
+from meshwright.framework.sharding.origins import note_dims, note_layer, note_weight
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import reshard_to
@@ -272,7 +272,7 @@ def annotate_weights(
             weight = annotate(weight, sharding, on_conflict=OnConflict.REDUCE)
         else:
             weight = _annotated_forward(weight, sharding)
-        return note_weight(weight, path)
+        return note_dims(note_weight(weight, path), spec.dims)
 
     return theta.map_with_path(annotated, specs)
 

@@ -1,4 +1,4 @@
-"""Shapes with a batch of any size, as in exported models, and copies along a dim."""
+"""Shapes with a batch of any size, as in exported models, and rows along a dim."""
 
 from __future__ import annotations
 
@@ -25,3 +25,26 @@ def copies_of_each(x: tf.Tensor, count: int, dim: int) -> tf.Tensor:
     before, (size, *after) = shape_of(x)[:dim], shape_of(x)[dim:]
     copies = tf.broadcast_to(tf.expand_dims(x, dim + 1), [*before, size, count, *after])
     return tf.reshape(copies, [*before, size * count, *after])
+
+
+def take_rows(values: tf.Tensor, beam: tf.Tensor, dim: int) -> tf.Tensor:
+    """Rows of `values`, K of which stand for each of B, in another order.
+
+    Args:
+      values: [..., B * K, ...], with the rows along `dim`.
+      beam: int32 [..., B, K], which of its K rows is taken. Dims before B are as those
+        of `values`, or 1, or absent.
+      dim: the number of the dim.
+
+    Returns:
+      A tensor like `values`. It is a sum, which a split dim partitions.
+    """
+    given, beams = shape_of(values), beam.shape[-1]
+    before, after = given[:dim], given[dim + 1 :]
+    here = tf.range(beams) == beam[..., None]
+    missing = dim + 3 - here.shape.rank
+    here = tf.reshape(here, [*[1] * missing, *shape_of(here), *[1] * len(after)])
+    split = tf.reshape(values, [*before, -1, 1, beams, *after])
+    zero = tf.zeros([], values.dtype)
+    taken = tf.reduce_sum(tf.where(here, split, zero), axis=dim + 2)
+    return tf.reshape(taken, given)

@@ -7,10 +7,13 @@ a graph cut out of another has lost the lines that made it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 _LAYERS = "_meshwright_layers"
 _WEIGHTS = "_meshwright_weights"
+_DIMS = "_meshwright_dims"
 _ORIGINAL = "_meshwright_original"
 
 
@@ -45,6 +48,23 @@ def note_weight(tensor: tf.Tensor, path: str) -> tf.Tensor:
 def noted_weight(graph: tf.Graph, op_name: str) -> str | None:
     """The path of the weight that an op annotates, or None."""
     return getattr(graph, _WEIGHTS, {}).get(op_name)
+
+
+def note_dims(tensor: tf.Tensor, dims: Sequence[str | None]) -> tf.Tensor:
+    """Notes the names of the dims that the op of `tensor` annotates; returns `tensor`.
+
+    None, or "", is a dim without a name.
+    """
+    if not tf.executing_eagerly():
+        noted = getattr(tensor.graph, _DIMS, {})
+        noted[tensor.op.name] = tuple(dim or "" for dim in dims)
+        setattr(tensor.graph, _DIMS, noted)
+    return tensor
+
+
+def noted_dims(graph: tf.Graph, op_name: str) -> tuple[str, ...]:
+    """The names of the dims that an op annotates; () if they are not known."""
+    return getattr(graph, _DIMS, {}).get(op_name, ())
 
 
 def note_original(copy: tf.Graph, original) -> None:

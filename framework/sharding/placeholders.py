@@ -15,8 +15,9 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 PREFIX = "meshwright."
 KERNEL_PREFIX = "meshwright_kernel."
-_DEVICE_KIND: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "device_kind", default=None
+_DEVICE_KIND, _PARTITIONER = (
+    contextvars.ContextVar[str | None](name, default=None)
+    for name in ("device_kind", "partitioner")
 )
 
 
@@ -80,18 +81,27 @@ def kernel(
 
 
 @contextlib.contextmanager
-def tracing_for(device_kind: str) -> Iterator[None]:
-    """What is traced inside is for devices of this kind: "v5e", "cpu" or "cuda"."""
-    token = _DEVICE_KIND.set(device_kind)
+def tracing_for(device_kind: str, partitioner: str = "shardy") -> Iterator[None]:
+    """What is traced inside is for devices of this kind: "v5e", "cpu" or "cuda".
+
+    And for a partitioner: "shardy" or "gspmd".
+    """
+    tokens = _DEVICE_KIND.set(device_kind), _PARTITIONER.set(partitioner)
     try:
         yield
     finally:
-        _DEVICE_KIND.reset(token)
+        for variable, token in zip((_DEVICE_KIND, _PARTITIONER), tokens, strict=True):
+            variable.reset(token)
 
 
 def traced_for() -> str | None:
     """The kind of devices of the program that is traced; None outside of programs."""
     return _DEVICE_KIND.get()
+
+
+def traced_partitioner() -> str | None:
+    """What that program is split by; None outside of programs."""
+    return _PARTITIONER.get()
 
 
 def mesh_text(mesh: DeviceMesh) -> str:

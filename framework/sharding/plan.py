@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 import gin
 import tensorflow as tf
 
+from meshwright.framework.markup import axes_html, code_html, table_html
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.origins import note_dims
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = str | Sequence[str] | None
@@ -115,6 +117,22 @@ class ShardingPlan:
         ids = None if self.device_ids is None else tuple(self.device_ids)
         return DeviceMesh(axes, shape, ids)
 
+    def _repr_html_(self) -> str:
+        """For notebooks: by dim the axes that split it in weights and activations."""
+        dims = dict.fromkeys([*self.weights, *self.activations])
+
+        def cell(table: Mapping[str, Axes], dim: str) -> str:
+            if dim not in table:
+                return ""
+            return axes_html(as_axes(table[dim]), list(self.mesh_axes))
+
+        rows = [
+            [code_html(dim), cell(self.weights, dim), cell(self.activations, dim)]
+            for dim in dims
+        ]
+        table = table_html(["dim", "weights", "activations"], rows)
+        return f"<div>ShardingPlan over {self.mesh}{table}</div>"
+
     def weight_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
         """The sharding of a weight with the logical dims `dims`."""
         return self._sharding(self.weights, dims, name)
@@ -151,7 +169,8 @@ class ShardingPlan:
         self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
     ) -> tf.Tensor:
         """`tensor`, annotated as the activation table says for `dims`."""
-        return annotate(tensor, self.activation_sharding(dims, name))
+        annotated = annotate(tensor, self.activation_sharding(dims, name))
+        return note_dims(annotated, dims)
 
     def with_split_heads(self) -> ShardingPlan:
         """The plan by which attention computes whole sequences of fewer heads.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 
+from meshwright.framework.markup import axes_html, code_html, split_html
 from meshwright.framework.sharding import xla_form
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -160,6 +161,24 @@ class Sharding:
     def untyped(self) -> Sharding:
         """This sharding with nothing unreduced: replicated along such axes."""
         return dataclasses.replace(self, unreduced=(), reduced=())
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the split, drawn, and the axes of each dim in colour."""
+        names = self.mesh.axis_names
+        split = [
+            (dim, names.index(self.mesh.part(axes[0]).axis), count)
+            for dim, (axes, count) in enumerate(
+                zip(self.dims, self.splits(), strict=True)
+            )
+            if count > 1
+        ]
+        is_last = bool(split) and split[-1][0] == self.rank - 1
+        drawn = split_html([(axis, count) for _, axis, count in split], is_last)
+        mesh = ", ".join(
+            f"{axes_html([name], names)}={size}"
+            for name, size in zip(names, self.mesh.shape, strict=True)
+        )
+        return f"<div>{drawn} {code_html(str(self))} over {mesh}</div>"
 
     @property
     def rank(self) -> int:

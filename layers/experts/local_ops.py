@@ -24,6 +24,7 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.layers.basic.entries import add_at, read, write
 from meshwright.layers.basic.linear import summed_products
 from meshwright.layers.experts.placement import Queues, blocks_for, put, take
+from meshwright.layers.experts.ragged import has_kernel, kernel_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +262,8 @@ class Devices:
 
 def _products(x, weight, experts, *, transposed: bool) -> tf.Tensor:
     """[U, C, B] of `x` [U, C, A] and its experts' matrices; transposed, the reverse."""
+    if has_kernel(x.shape[:2], weight.shape[0], transposed=transposed):
+        return kernel_products(x, weight, experts, transposed=transposed)
 
     def body(u, y):
         matrix = read(weight, tf.gather(experts, u))

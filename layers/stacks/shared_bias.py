@@ -16,7 +16,7 @@ from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.attention.relative.relative_bias import bias_spec
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.sequential import each_layer
 
 

@@ -12,12 +12,14 @@ tokens of the cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.shapes import copies_of_each, shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks import cache_rows
 from meshwright.tasks.text.decoding import Decoded, Decoder, TokenModel
 from meshwright.tasks.text.language_model import LanguageModel
 
@@ -68,8 +70,7 @@ class Continuation:
             paddings=self._paddings(padding),
             segment_positions=tf.maximum(tf.range(P) - padding, 0),
         )
-        dims = self.task.cache_dims(cache)
-        cache = cache.map(lambda t, dim: copies_of_each(t, K, dim), dims)
+        cache = cache_rows.copied(self.task.stack, cache, K)
         return self.search.begin(ctx, self._model(ctx, theta, prompts, cache))
 
     def go_on(
@@ -113,7 +114,7 @@ class Continuation:
             length=self.length,
             start_id=prompts.ids[:, -1],
             end_id=self.task.text.end_id,
-            cache_dims=self.task.cache_dims(cache),
+            reordered=functools.partial(cache_rows.reordered, self.task.stack),
         )
 
     def _paddings(self, padding: tf.Tensor) -> tf.Tensor:

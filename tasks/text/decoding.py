@@ -20,7 +20,7 @@ import tensorflow as tf
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.layer import Context
-from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.modeling.shapes import shape_of, take_rows
 from meshwright.framework.nested_map import NestedMap
 
 Step = Callable[
@@ -31,6 +31,10 @@ Step = Callable[
 
 # Below every sum of log probabilities, but finite: 0 times it is 0.
 _NEVER = -1e9
+
+
+def _reordered(cache: NestedMap, beam: tf.Tensor) -> NestedMap:
+    return cache.map(lambda t: take_rows(t, beam, 0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,8 @@ class TokenModel:
       length: T.
       start_id: the id before the first token, or int32 [B], one for each row.
       end_id: the id after the last token.
-      cache_dims: for each of the cache's tensors, the dim that is B * K; None: all 0.
+      reordered: (cache, beams int32 [B, K]) -> the cache of those beams; by default
+        for tensors [B * K, ...].
     """
 
     step: Step
@@ -53,7 +58,7 @@ class TokenModel:
     length: int
     start_id: int | tf.Tensor
     end_id: int
-    cache_dims: NestedMap | None = None
+    reordered: Callable[[NestedMap, tf.Tensor], NestedMap] = _reordered
 
     def starts(self, beams: int) -> tf.Tensor:
         """int32 [B, K], the ids before the first token."""
@@ -122,8 +127,7 @@ class Decoder(Checked):
             logits, cache = model.step(state.last, state.cache, state.position)
             new, beam = self.choose(ctx, model, state, tf.cast(logits, tf.float32))
             if beam is not None:
-                dims = model.cache_dims or cache.map(lambda _: 0)
-                cache = cache.map(lambda t, dim: _take_rows(t, beam, dim), dims)
+                cache = model.reordered(cache, beam)
             new = new.map(_split(ctx))
             return [NestedMap(new, position=state.position + 1, cache=cache)]
 
@@ -409,18 +413,6 @@ def _take(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
     here = tf.reshape(here, [*shape_of(here), *[1] * (values.shape.rank - 2)])
     zero = tf.zeros([], values.dtype)
     return tf.reduce_sum(tf.where(here, values[:, None], zero), axis=2)
-
-
-def _take_rows(values: tf.Tensor, beam: tf.Tensor, dim: int) -> tf.Tensor:
-    """`_take` of values with B * K rows along `dim`."""
-    given = shape_of(values)
-    before, after = given[:dim], given[dim + 1 :]
-    here = tf.range(beam.shape[1]) == beam[:, :, None]
-    here = tf.reshape(here, [*[1] * dim, *shape_of(here), *[1] * len(after)])
-    split = tf.reshape(values, [*before, -1, 1, beam.shape[1], *after])
-    zero = tf.zeros([], values.dtype)
-    taken = tf.reduce_sum(tf.where(here, split, zero), axis=dim + 2)
-    return tf.reshape(taken, given)
 
 
 def _merge(ids, scores, more_ids, more_scores) -> Decoded:

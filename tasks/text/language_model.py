@@ -25,10 +25,7 @@ from meshwright.layers.attention.mask_rules import (
     PrefixMask,
     rule_of,
 )
-from meshwright.layers.stacks.pipeline import Pipeline
-from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.sequential import Sequential, each_layer
-from meshwright.layers.stacks.shared_bias import SharedRelativeBias
+from meshwright.layers.stacks.sequential import each_layer
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
@@ -106,10 +103,6 @@ class LanguageModel(TextTask):
         _check_steps(self.stack, "LanguageModel.stack")
         with ctx.scope("stack") as c:
             return self.stack.init_cache(c, batch, length)
-
-    def cache_dims(self, cache: NestedMap) -> NestedMap:
-        """For each tensor of the cache of `step`, the dim that is its rows."""
-        return _row_dims(self.stack, cache, 0)
 
     def step(
         self,
@@ -274,19 +267,6 @@ def _check_steps(stack: Layer, path: str) -> None:
                 "token: generate with transformer_layer there, or give the class "
                 "`init_cache` and `step` as TransformerLayer has them"
             )
-
-
-def _row_dims(layer: Layer, cache: NestedMap, dim: int) -> NestedMap:
-    """The dim of rows of each tensor in a layer's cache, behind `dim` stacked ones."""
-    if isinstance(layer, Pipeline | SharedRelativeBias):
-        return _row_dims(layer.stack, cache, dim)
-    if isinstance(layer, Repeat):
-        return _row_dims(layer.body, cache, dim + 1)
-    if isinstance(layer, Sequential):
-        return NestedMap(
-            {name: _row_dims(each, cache[name], dim) for name, each in layer.named()}
-        )
-    return cache.map(lambda _: dim)
 
 
 @dataclasses.dataclass(frozen=True)

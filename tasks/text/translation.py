@@ -6,6 +6,7 @@ Dims: B batch, S source, T target, M model, V vocabulary, K beams.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks import cache_rows
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import DecodeResult, Decoding, Serving, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
@@ -141,7 +143,8 @@ class Translation(TextTask):
             return tf.reshape(logits, [-1, beams, logits.shape[-1]]), cache
 
         with ctx.scope("decoder") as c:
-            cache = self.decoder.init_cache(c, batch_size * beams, length)
+            cache = self.decoder.init_cache(c, batch_size, length)
+            cache = cache_rows.copied(self.decoder, cache, beams)
         with ctx.scope("search") as c:
             if c.key is not None:  # Other batches have other draws.
                 c = dataclasses.replace(
@@ -154,7 +157,7 @@ class Translation(TextTask):
                 length=length,
                 start_id=Vocabulary.start_id,
                 end_id=Vocabulary.end_id,
-                cache_dims=cache.map(lambda _: 1),  # The decoder is a stack.
+                reordered=functools.partial(cache_rows.reordered, self.decoder),
             )
             return self.search.decode(c, model)
 

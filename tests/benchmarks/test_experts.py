@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from benchmarks import experts
 from benchmarks.experts import Found
-from meshwright.trainers.training.summaries import metric_tags
+from meshwright.trainers.planning.tensorboard.summaries import metric_tags
 
 DIRECTIONS = ("bleu/en-de", "bleu/en-fr")
 

@@ -82,6 +82,7 @@ def test_command_builds(command, monkeypatch):
             "explain_at_least",
             "explain_axis",
             "explain_why",
+            "explain_html",
             "topology",
             "json_out",
             "html_out",

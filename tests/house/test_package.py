@@ -21,16 +21,24 @@ ROOMS = ("framework", "layers", "tasks", "params", "trainers")
 MAY_IMPORT = {
     "framework.nested_map": (),
     "framework.sizes": (),
+    "framework.markup": (),
     "framework.devices": ("framework.sharding",),
-    "framework.sharding": ("framework.nested_map",),
+    "framework.sharding": ("framework.nested_map", "framework.markup"),
     "framework.compiler": (
         "framework.nested_map",
         "framework.sizes",
+        "framework.markup",
         "framework.devices",
         "framework.sharding",
     ),
     "framework.functions": ("framework.sharding", "framework.compiler"),
     "framework.modeling": ("framework.nested_map", "framework.sharding"),
+    "framework.showing": (
+        "framework.sizes",
+        "framework.markup",
+        "framework.sharding",
+        "framework.compiler",
+    ),
     "framework": ("framework",),
     "layers": ("framework",),
     "tasks": ("framework", "layers"),
@@ -270,8 +278,9 @@ def test_the_wheel_holds_every_file_of_the_rooms(tmp_path):
         f"meshwright/{file.relative_to(ROOT).as_posix()}"
         for room in ROOMS
         for file in (ROOT / room).rglob("*")
-        if file.suffix in (".py", ".gin")
+        if file.suffix in (".py", ".gin", ".map", ".html", ".css", ".js")
     }
-    assert any(name.endswith(".gin") for name in expected)
+    for suffix in (".gin", ".map", ".html", ".css", ".js"):
+        assert any(name.endswith(suffix) for name in expected)
     assert {n for n in names if n.startswith("meshwright/")} == expected
     assert any(name.endswith("/LICENSE") for name in names)

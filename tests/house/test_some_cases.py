@@ -64,7 +64,7 @@ def test_each_file_of_tests_is_in_one_group():
 
 
 def test_groups_are_counted_together(monkeypatch, capsys):
-    folders = [["tests/data"], ["tests/framework/test_nested_map.py"]]
+    folders = [["tests/data"], ["tests/framework/sharding/test_nested_map.py"]]
     monkeypatch.setattr(in_turn, "groups", lambda: [*folders, folders[1]])
     assert in_turn.run(["-q", "-p", "no:cacheprovider", "-k", "path"]) == 0
     *_, last = capsys.readouterr().out.splitlines()

@@ -22,9 +22,9 @@ from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.basic.normalization import BatchNorm, GroupNorm, LayerNorm
 from meshwright.layers.conformer import ConvolutionModule, conformer_layer
 from meshwright.layers.convolutions.convolution import DepthwiseConv1D
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.stages import StageMode
 from meshwright.trainers.experiment.config import PARAMS
 from tests.layers.stacks.staged import Staged
 

@@ -21,7 +21,7 @@ from meshwright.layers.basic.linear import BSM
 from meshwright.layers.conformer import conformer_layer
 from meshwright.layers.experts.gatings import Top2
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.transformer import transformer_layer
 

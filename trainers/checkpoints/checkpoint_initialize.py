@@ -352,6 +352,11 @@ def _read(
 ) -> Mapping[str, _Array]:
     """The arrays to use, by their names in the checkpoint; `files` stay open."""
     path = os.path.expanduser(source.checkpoint)
+    if source.mapping and not is_safetensors(path):
+        raise CheckpointError(
+            f"InitializeFrom.mapping is for safetensors, and {path} is none: set "
+            "InitializeFrom.rules"
+        )
     if is_keras_file(path):
         _check_has_no_steps(source, f"{path} is a file of Keras: leave them out")
         return _read_keras_file(source, path, fitting, task, files)

@@ -10,6 +10,10 @@ import gin
 from etils import epath
 
 from meshwright.framework.modeling.checks import Checked
+from meshwright.trainers.checkpoints.published.mapping_files import (
+    TensorMapping,
+    read_mapping,
+)
 
 _RULE = re.compile(
     r"(?P<source>\S+)\s+->\s+(?P<path>[^\s\[]+)(?:\[(?P<index>[^\]]+)\])?"
@@ -150,6 +154,9 @@ class InitializeFrom(Checked):
       part: the part of the state to take, "theta" or "ema".
       rules: lines as above.
       rules_file: a file of more such lines, with comments behind `#`; "" for none.
+      mapping: of published weights of a family of your own, a file that says which
+        tensor is which weight, see `mapping_files.py`; config.json is not read then. ""
+        for a family of published models.
       only: regular expressions of paths; other weights are initialized as usual. ()
         for all.
       missing: "error" or "initialize", for weights that the checkpoint lacks.
@@ -160,7 +167,8 @@ class InitializeFrom(Checked):
         `LanguageModel.text`, whose tokens then are not those of their tokenizer.
 
     Raises:
-      ValueError: a field has none of these values.
+      ValueError: a field has none of these values; a line of the mapping cannot be
+        read; there are rules beside it.
       OSError: the file of rules cannot be read.
     """
 
@@ -169,6 +177,7 @@ class InitializeFrom(Checked):
     part: str = "theta"
     rules: tuple[str, ...] = ()
     rules_file: str = ""
+    mapping: str = ""
     only: tuple[str, ...] = ()
     missing: Missing | str = Missing.ERROR
     unused: Unused | str | None = None
@@ -202,11 +211,20 @@ class InitializeFrom(Checked):
             raise ValueError(
                 f"InitializeFrom.only has {pattern!r}, no regular expression: {error}"
             ) from None
-        self.read_rules()
+        rules = self.read_rules()
+        if self.read_mapping() is not None and rules:
+            raise ValueError(
+                "InitializeFrom.mapping says where each tensor goes, and rules say it "
+                "too: leave out one of them"
+            )
 
     def takes(self, path: str) -> bool:
         """Whether the weight at a path is to be taken."""
         return not self.only or any(re.fullmatch(line, path) for line in self.only)
+
+    def read_mapping(self) -> TensorMapping | None:
+        """What the file of `mapping` says."""
+        return read_mapping(self.mapping) if self.mapping else None
 
     def read_rules(self) -> list[Rule]:
         """The rules; those of the file come last."""

@@ -13,7 +13,7 @@ from meshwright.framework.compiler.hlo.step_errors import ModelKind
 from meshwright.layers.conformer import ConformerLayer
 from meshwright.layers.convolutions.unet3d import UNet3D
 from meshwright.layers.experts.moe import MoE
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.transformer import TransformerLayer
 

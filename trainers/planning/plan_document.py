@@ -14,8 +14,9 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, breakdown
@@ -27,7 +28,9 @@ from meshwright.framework.compiler.hlo.step_errors import (
 )
 from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.planning.planning import CompileReport
+
+if TYPE_CHECKING:
+    from meshwright.trainers.planning.planning import CompileReport
 
 _PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu", "jax-cuda12-pjrt")
 _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
@@ -200,6 +203,9 @@ def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
             **dataclasses.asdict(pipeline.schedule),
             "iterations": pipeline.schedule.iterations,
             "bubble_fraction": pipeline.schedule.bubble_fraction,
+            "timetable": np.where(
+                pipeline.schedule.valid, pipeline.schedule.microbatch, -1
+            ).tolist(),
             "seconds_in_bubbles": (
                 None if bubbles is None else bubbles / report.experiment.steps_per_loop
             ),

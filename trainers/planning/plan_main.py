@@ -7,6 +7,8 @@ import json
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.showing.page import explain_page
 from meshwright.trainers import cli
 from meshwright.trainers.experiment import replication
 from meshwright.trainers.experiment.experiment import Experiment
@@ -26,15 +28,7 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Reports at once a mesh that is too large.
     if plan_flags.EXPLAIN.value:
-        if axis := plan_flags.EXPLAIN_AXIS.value:
-            mesh.part(axis)  # Reports at once an axis that is not there.
-        print(
-            explain(programs.main, reasons=plan_flags.EXPLAIN_WHY.value).text(
-                match=plan_flags.EXPLAIN_MATCH.value,
-                at_least=plan_flags.EXPLAIN_AT_LEAST.value,
-                axis=axis,
-            )
-        )
+        _explain(programs, mesh)
         return None
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
@@ -42,13 +36,33 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     return None
 
 
+def _explain(programs: StepPrograms, mesh: DeviceMesh) -> None:
+    if axis := plan_flags.EXPLAIN_AXIS.value:
+        mesh.part(axis)  # Reports at once an axis that is not there.
+    page = files.output_file(plan_flags.EXPLAIN_HTML)
+    reasons = plan_flags.EXPLAIN_WHY.value or page is not None
+    explanation = explain(programs.main, reasons=reasons)
+    print(
+        explanation.text(
+            match=plan_flags.EXPLAIN_MATCH.value,
+            at_least=plan_flags.EXPLAIN_AT_LEAST.value,
+            axis=axis,
+        )
+    )
+    if page:
+        explain_page(explanation, page)
+
+
 def _plan(experiment: Experiment, config_text: str) -> int | None:
     if plan_flags.HTML.value or plan_flags.LOG_DIR.value:
         # matplotlib is only installed for planning; fails before anything is compiled.
-        from meshwright.trainers.planning import plan_html, plan_tensorboard
+        from meshwright.trainers.planning import plan_html
+        from meshwright.trainers.planning.tensorboard import plan_tensorboard
     json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
+    program_page = files.output_file(plan_flags.EXPLAIN_HTML)
+    planned = plan(experiment, topology=plan_flags.TOPOLOGY.value)
     report = document(
-        plan(experiment, topology=plan_flags.TOPOLOGY.value),
+        planned,
         config_text=config_text,
         gin_files=cli.GIN_FILE.value,
     )
@@ -58,7 +72,9 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
     if html_out:
         html_out.write_text(plan_html.page(report))
     if plan_flags.LOG_DIR.value:
-        plan_tensorboard.write(report, plan_flags.LOG_DIR.value)
+        plan_tensorboard.write(report, plan_flags.LOG_DIR.value, planned.traced)
+    if program_page:  # Of one that does not fit, too.
+        explain_page(planned.traced, program_page)
     return None if report["fits"] else cli.DOES_NOT_FIT
 
 

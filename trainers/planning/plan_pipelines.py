@@ -14,7 +14,7 @@ from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.recomputed import recomputed
 from meshwright.framework.compiler.hlo.step_time import StepTime
 from meshwright.framework.compiler.lowering.sources import Sources
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.layers.stacks.repeat import Unroll
 from meshwright.trainers.experiment.stacks import pipelines, repeats
 

@@ -25,7 +25,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from meshwright.framework.sizes import bytes_text
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.planning.plan_parts import Plot
 from meshwright.trainers.planning.plan_units import seconds_text
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.framework.compiler.hlo.out_of_memory import REMEDY
 from meshwright.framework.sizes import bytes_text
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.planning.plan_parts import Plot, Section
 from meshwright.trainers.planning.plan_units import (
     mesh_text,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 import os
 import time
 from collections.abc import Sequence
+
+import jax
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
@@ -18,7 +21,7 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
 from meshwright.framework.compiler.hlo.report import collectives_of
 from meshwright.framework.compiler.hlo.roofline import ESTIMATES, roofline
 from meshwright.framework.compiler.hlo.step_time import StepTime, step_time
-from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.program import Program, TracedProgram
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices import topology as topologies
 from meshwright.framework.devices.device_order import DeviceOrder, order_of
@@ -72,6 +75,7 @@ class CompileReport:
       pod: the topology; None on cpu.
       order: where the mesh's devices are on a torus of TPUs; None elsewhere.
       module: the text of the compiled program, parsed; None if there is none.
+      traced: the program before it was compiled.
       program: the compiled program; None if the compiler refused it, for it needs more
         memory than a device has.
       refusal: the compiler's error in that case, else None.
@@ -97,6 +101,7 @@ class CompileReport:
     pod: Topology | GpuTopology | None
     order: DeviceOrder | None
     module: HloModule | None
+    traced: TracedProgram
     program: Program | None
     refusal: OutOfMemoryError | None
     memory: MemoryTimeline | None
@@ -110,6 +115,15 @@ class CompileReport:
     collectives: tuple[CollectiveSum, ...]
     replicated: tuple[ReplicatedTensor, ...]
     model_flops: float
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page that --html_out writes."""
+        # Late: matplotlib is only installed for planning.
+        from meshwright.trainers.planning import plan_document, plan_html
+
+        page = html.escape(plan_html.page(plan_document.document(self)))
+        style = "width: 100%; height: 40rem; border: 1px solid #ccc"
+        return f'<iframe srcdoc="{page}" style="{style}"></iframe>'
 
     @property
     def peak_bytes(self) -> int:
@@ -191,13 +205,47 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
     order = order_of(mesh, pod) if isinstance(pod, Topology) else None
     programs = StepPrograms(experiment, devices=devices)
     start = time.monotonic()
-    program = refusal = module = None
+    program = refusal = None
     try:
         program = programs.traced_main.compile(_options(pod))
     except OutOfMemoryError as e:
-        refusal, memory, allocations = e, e.timeline, e.allocations
+        refusal = e
     seconds = time.monotonic() - start
-    if program is not None:
+    return _report(programs, name, pod, order, program, refusal, seconds)
+
+
+def report_of(programs: StepPrograms, *, compile_seconds: float) -> CompileReport:
+    """The same of a program that was compiled for the devices that are here.
+
+    Args:
+      programs: whose main program is compiled.
+      compile_seconds: what that took.
+    """
+    device, main = jax.devices()[0], programs.main
+    stats = device.memory_stats() or {}
+    return _report(
+        programs,
+        *(device.platform, None, None, main, None, compile_seconds),
+        memory_limit=stats.get("bytes_limit"),
+    )
+
+
+def _report(
+    programs: StepPrograms,
+    name: str,
+    pod: Topology | GpuTopology | None,
+    order: DeviceOrder | None,
+    program: Program | None,
+    refusal: OutOfMemoryError | None,
+    seconds: float,
+    *,
+    memory_limit: int | None = None,
+) -> CompileReport:
+    experiment, module = programs.experiment, None
+    mesh = experiment.plan.mesh
+    if refusal is not None:
+        memory, allocations = refusal.timeline, refusal.allocations
+    else:
         text = program.hlo_text()
         module = HloModule(text)
         memory = memory_timeline(
@@ -217,11 +265,12 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
         pod=pod,
         order=order,
         module=module,
+        traced=programs.traced_main,
         program=program,
         refusal=refusal,
         memory=memory,
         allocations=tuple(allocations),
-        memory_limit=_memory_limit(pod, mesh),
+        memory_limit=memory_limit or _memory_limit(pod, mesh),
         compile_seconds=seconds,
         time=times,
         roofline=least,

@@ -110,6 +110,7 @@ def _save_safetensors(
         weights,
         folder,
         family=export_flags.FAMILY.value,
+        mapping=export_flags.MAPPING.value,
         dtype=export_flags.DTYPE.value,
         file_bytes=_file_bytes(),
     )

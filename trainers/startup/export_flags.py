@@ -27,6 +27,12 @@ FAMILY = flags.DEFINE_string(
     "Whose names and config.json safetensors get: llama, qwen2, qwen3, gemma2 or "
     "gemma3_text.",
 )
+MAPPING = flags.DEFINE_string(
+    "mapping",
+    None,
+    "In place of --family: a file that says which tensor is which weight, see "
+    "InitializeFrom.mapping. There is no config.json then.",
+)
 DTYPE = flags.DEFINE_string(
     "dtype", "float32", "Of safetensors: float32, bfloat16 or float16."
 )
@@ -57,7 +63,7 @@ def wanted() -> list[str]:
 
     Raises:
       ValueError: a name is unknown, a SavedModel lacks weights, or safetensors their
-        family.
+        family or mapping, of which they have one.
     """
     wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE, KERAS, SAFETENSORS)
     unknown = [name for name in wanted if name not in known]
@@ -74,9 +80,9 @@ def wanted() -> list[str]:
             "a SavedModel or Keras model has weights: give the training's --model_dir, "
             f"or --what={BUNDLE}, which can initialise them where it runs"
         )
-    if SAFETENSORS in wanted and FAMILY.value is None:
+    if SAFETENSORS in wanted and (FAMILY.value is None) == (MAPPING.value is None):
         raise ValueError(
-            "safetensors have the names of a family of models: give one, such as "
-            "--family=llama"
+            "safetensors have the names of a family of models, or of a mapping: give "
+            "one of these, such as --family=llama or --mapping=my.map"
         )
     return wanted

@@ -34,6 +34,12 @@ EXPLAIN_WHY = flags.DEFINE_bool(
     "With --explain: tell for each axis which annotation, argument or result it comes "
     "from, and for each collective what it brings together.",
 )
+EXPLAIN_HTML = flags.DEFINE_string(
+    "explain_html",
+    None,
+    "With --explain, or with --topology by propagation alone: a page to write on which "
+    "the program can be walked through, with the reason of each axis.",
+)
 TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,

@@ -24,6 +24,11 @@ PLATFORM = flags.DEFINE_enum(
 PROFILE_STEPS = flags.DEFINE_list(
     "profile_steps", None, "FIRST,LAST step to trace into model_dir, for xprof."
 )
+PROGRAM_PAGE = flags.DEFINE_bool(
+    "program_page",
+    True,
+    "Leave the program's plan and page in model_dir, for TensorBoard's tab Meshwright.",
+)
 STANDSTILL = flags.DEFINE_float(
     "standstill_seconds",
     60.0,

@@ -19,8 +19,8 @@ from meshwright.trainers.experiment.batches import eval_batches, readable
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.planning.tensorboard.summaries import Summaries, metric_tags
 from meshwright.trainers.training.stop_signals import StopRequest
-from meshwright.trainers.training.summaries import Summaries, metric_tags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from meshwright.trainers.experiment.batches import CallBatches
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.startup.messages import log_line
 from meshwright.trainers.training.evaluation import (
@@ -41,13 +42,16 @@ from meshwright.trainers.training.evaluation import (
     summarize,
 )
 from meshwright.trainers.training.health import History
+from meshwright.trainers.training.program_report import write_program
 from meshwright.trainers.training.progress import Progress
-from meshwright.trainers.training.saved_config import note_changes
+from meshwright.trainers.training.saved_config import (
+    note_changes,
+    write_hyperparameters,
+)
 from meshwright.trainers.training.start_notes import start_notes, warn_of_unknown_dims
 from meshwright.trainers.training.step_histograms import write_histograms
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
-from meshwright.trainers.training.summaries import Summaries, write_hyperparameters
 from meshwright.trainers.training.watchdog import Watchdog
 
 log = logging.getLogger("absl")
@@ -66,12 +70,15 @@ class Run:
       config: the operative gin configuration as text; "" if not built by gin.
       evaluate: whether training evaluates, at the experiment's interval and at the end.
       profile_steps: (first, last) step to trace, or None.
+      write_program: whether to leave the plan and the page of the program for
+        TensorBoard.
     """
 
     model_dir: str
     config: str = ""
     evaluate: bool = True
     profile_steps: tuple[int, int] | None = None
+    write_program: bool = False
 
     @property
     def checkpoint_dir(self) -> str:
@@ -344,6 +351,8 @@ class _Loop:
         main = self.programs.main
         seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6
         log_line("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
+        if self.run.write_program:
+            write_program(self.programs, self.run.model_dir, self.run.config, seconds)
         self._check_activations(main)
         if self.experiment.histogram_interval:
             log_line("compiling the program of histograms")

@@ -18,8 +18,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sizes import number_text
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
+from meshwright.trainers.planning.tensorboard.summaries import Summaries, metric_tags
 from meshwright.trainers.training.health import History
-from meshwright.trainers.training.summaries import Summaries, metric_tags
 from meshwright.trainers.training.watchdog import Watchdog
 
 log = logging.getLogger("absl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import tokenize
@@ -10,6 +11,7 @@ from typing import Any
 
 from gin import config_parser
 
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
@@ -122,3 +124,15 @@ def note_changes(
 
 def _shown(parameters: dict[str, Any], name: str) -> str:
     return repr(parameters[name]) if name in parameters else "not used"
+
+
+def write_hyperparameters(model_dir: str, config: str) -> None:
+    """Writes a run's row of the HParams tab, from its operative gin configuration.
+
+    The row belongs to the folder above "train" and "eval", whose curves the tab shows
+    beside it. Of several rows of a folder the tab shows the first.
+    """
+    # The empty sub-folder is the run itself.
+    summaries = Summaries(model_dir, "")
+    with contextlib.closing(summaries):
+        summaries.hyperparameters(hyperparameters(config))

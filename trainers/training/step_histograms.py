@@ -10,7 +10,7 @@ from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.training.summaries import Summaries
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 
 log = logging.getLogger("absl")
 

@@ -41,6 +41,7 @@ def _run(
         config=config_text,
         evaluate=train_flags.MODE.value == "train_and_eval",
         profile_steps=train_flags.profile_steps(),
+        write_program=train_flags.PROGRAM_PAGE.value,
     )
     mode, platform = train_flags.MODE.value, train_flags.PLATFORM.value
     devices = processes.devices_each(

@@ -91,6 +91,8 @@ def _decided(
         by_this = winner.way and winner.way[-1].op_name == at
         earlier = not by_this or winner.step < loser.step
         return Decided.EARLIER if earlier else Decided.AT_OP
+    if reasons.is_fixed(place, dim):
+        return Decided.ANNOTATED
     size, split = reasons.shape(place)[dim], reasons.sharding(place).splits()[dim]
     if size % (split * reasons.mesh.axis_size(axis)):
         return Decided.UNEVEN

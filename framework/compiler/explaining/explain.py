@@ -17,10 +17,16 @@ from meshwright.framework.compiler.explaining.explain_why import (
     known,
     with_reasons,
 )
-from meshwright.framework.compiler.explaining.provenance import Provenance, Transfer
+from meshwright.framework.compiler.explaining.inserted import (
+    InsertedCollective,
+    inserted_collectives,
+)
+from meshwright.framework.compiler.explaining.provenance import (
+    Competition,
+    Provenance,
+)
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
-from meshwright.framework.compiler.hlo.report import collectives_of
 from meshwright.framework.compiler.lowering.sources import (
     Kind,
     Source,
@@ -64,30 +70,6 @@ class Why(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InsertedCollective:
-    """A collective that the partitioner inserted at a tensor.
-
-    Args:
-      kind: "all-reduce", "all-gather", ...
-      axes: mesh axes, or parts, that it spans; None if no axes make its groups.
-      bytes: of its result on one device, each time it runs.
-      times: how often one call of the program runs it: trips of the loops around it
-        multiplied; None if a loop's are not known.
-      in_loop: whether it is in the body of a loop.
-      shared_by: for how many ops XLA combined it; `bytes` is for all of them.
-      between: with reasons, the shardings that it brings together.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    bytes: int
-    times: int | None
-    in_loop: bool
-    shared_by: int
-    between: tuple[Transfer, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorReport:
     """One tensor of a partitioned program.
 
@@ -111,6 +93,7 @@ class TensorReport:
       bytes_per_device: of one device's shard.
       collectives: inserted at its op.
       provenances: with reasons, where its axes come from.
+      competitions: with reasons, the axes that it did not get.
     """
 
     kind: Kind
@@ -129,6 +112,7 @@ class TensorReport:
     resharded_from: Sharding | str | None = None
     collectives: tuple[InsertedCollective, ...] = ()
     provenances: tuple[Provenance, ...] = ()
+    competitions: tuple[Competition, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +206,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
       ValueError: the mesh has one device.
     """
     completion = complete(program.unpartitioned)
-    at, elsewhere = _inserted(program)
+    at, elsewhere = inserted_collectives(program)
     arguments, results = _arguments(program, completion), _results(program, completion)
     root = completion.completed.root()
     # With several results the root is a tuple, and no op's own tensor.
@@ -424,47 +408,6 @@ def _running(module: HloModule) -> set[str]:
         if instruction.opcode in ("while", "conditional", "call"):
             names.update(instruction.called)
     return names
-
-
-def _inserted(
-    program: Program,
-) -> tuple[dict[str, list[InsertedCollective]], list[InsertedCollective]]:
-    """The collectives by TF op, and those without one."""
-    module = HloModule(program.hlo_text())
-    by_op, nameless = collections.defaultdict(list), []
-    for collective in collectives_of(module, program.mesh):
-        loops = module.loops_around(module.by_name[collective.name].computation)
-        names = _combined_names(collective.op_name)
-        inserted = InsertedCollective(
-            kind=collective.kind,
-            axes=collective.axes,
-            bytes=collective.bytes,
-            times=_product([loop.trips for loop in loops]),
-            in_loop=bool(loops),
-            shared_by=max(1, len(names)),
-        )
-        for name in names:
-            by_op[name].append(inserted)
-        nameless += [] if names else [inserted]
-    return by_op, nameless
-
-
-def _combined_names(op_name: str) -> list[str]:
-    """`a/(b:c)/d` names two ops whose collectives XLA combined into one."""
-    if match := re.fullmatch(r"(.*?)\(([^()]*:[^()]*)\)(.*)", op_name):
-        names = [match[1] + part + match[3] for part in match[2].split(":")]
-    else:
-        names = [op_name]
-    return list(dict.fromkeys(filter(None, map(innermost_name, names))))
-
-
-def _product(trips: Sequence[int | None]) -> int | None:
-    product = 1
-    for count in trips:
-        if count is None:
-            return None
-        product *= count
-    return product
 
 
 def _rematerialized(

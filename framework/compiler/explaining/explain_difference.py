@@ -11,10 +11,10 @@ from meshwright.framework.compiler.explaining.difference import (
 )
 from meshwright.framework.compiler.explaining.explain import (
     Explanation,
-    InsertedCollective,
     TensorReport,
     explain,
 )
+from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.explaining.what_if import compare
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.compiler.program import Program, TracedProgram

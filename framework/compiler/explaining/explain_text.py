@@ -16,10 +16,10 @@ from meshwright.framework.sizes import bytes_text
 if TYPE_CHECKING:
     from meshwright.framework.compiler.explaining.explain import (
         Explanation,
-        InsertedCollective,
         RematerializedTensor,
         TensorReport,
     )
+    from meshwright.framework.compiler.explaining.inserted import InsertedCollective
     from meshwright.framework.compiler.explaining.provenance import Transfer
     from meshwright.framework.compiler.repair.repaired import Repair
 
@@ -125,8 +125,8 @@ def _summary(explanation: Explanation) -> Iterator[str]:
 def _collective_rows(explanation: Explanation) -> list[str]:
     """Collectives by kind and axes, those that move most first."""
     # A collective that XLA combined is at several tensors.
-    known = {id(c): c for tensor in explanation.tensors for c in tensor.collectives}
-    known |= {id(c): c for c in explanation.elsewhere}
+    known = {c.name: c for tensor in explanation.tensors for c in tensor.collectives}
+    known |= {c.name: c for c in explanation.elsewhere}
     groups: dict[str, list[InsertedCollective]] = {}
     for c in known.values():
         groups.setdefault(f"{c.kind} {_where(c)}", []).append(c)

@@ -7,7 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.framework.compiler.explaining.provenance import Provenance, Transfer
+from meshwright.framework.compiler.explaining.competitions import competitions
+from meshwright.framework.compiler.explaining.provenance import (
+    Competition,
+    Provenance,
+    TensorLayout,
+    Transfer,
+)
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.lowering.sources import Kind
@@ -16,10 +22,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
-    from meshwright.framework.compiler.explaining.explain import (
-        InsertedCollective,
-        TensorReport,
-    )
+    from meshwright.framework.compiler.explaining.explain import TensorReport
+    from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 
 # JAX's name of what the program does with an argument before it is read.
 _OF_ARGUMENT = re.compile(r"flat\[(?P<number>\d+)\]")
@@ -47,13 +51,25 @@ def with_reasons(
     Returns:
       The reports, and the collectives that are `elsewhere`.
     """
+    every = transfers(reasons)
     sent: dict[str, list[Transfer]] = {}
-    for one in transfers(reasons):
-        sent.setdefault(one.at, []).append(one)
+    for one in every:
+        # XLA's is at the op that needs a tensor, or at the one that makes it.
+        for name in dict.fromkeys((one.at, one.tensor)):
+            sent.setdefault(name, []).append(one)
+    tensors = {(tensor.kind, tensor.name): tensor for tensor in reasons.tensors}
     with reasons.opened():
-        found = tuple(_with_reasons(report, reasons, sent) for report in reports)
+        found = tuple(
+            dataclasses.replace(
+                _with_reasons(report, reasons, sent),
+                competitions=_lost(
+                    report, tensors.get((report.kind, report.op_name)), reasons
+                ),
+            )
+            for report in reports
+        )
     names = {report.op_name for report in reports}
-    left = [one for at, of in sent.items() if at not in names for one in of]
+    left = [one for one in every if one.at not in names]
     return found, tuple(_alike(collective, left) for collective in elsewhere)
 
 
@@ -72,9 +88,23 @@ def _with_reasons(
         report,
         provenances=_provenances(report.sharding, places, reasons),
         collectives=tuple(
-            _between(collective, sent.get(name, ()), reasons.mesh)
+            _between(collective, name, sent.get(name, ()), reasons.mesh)
             for collective in report.collectives
         ),
+    )
+
+
+def _lost(
+    report: TensorReport, tensor: TensorLayout | None, reasons: Reasons
+) -> tuple[Competition, ...]:
+    """The axes that a tensor did not get, but for those that XLA gave it after all."""
+    if tensor is None or isinstance(report.sharding, str):
+        return ()
+    dims = report.sharding.dims
+    return tuple(
+        one
+        for one in competitions(reasons, reasons.place(tensor))
+        if one.dim < len(dims) and one.axis not in dims[one.dim]
     )
 
 
@@ -110,13 +140,22 @@ def _has(lies: Sharding, dim: int, axis: str) -> bool:
 
 
 def _between(
-    collective: InsertedCollective, here: Sequence[Transfer], mesh: DeviceMesh
+    collective: InsertedCollective,
+    name: str,
+    sent: Sequence[Transfer],
+    mesh: DeviceMesh,
 ) -> InsertedCollective:
-    """A collective with the transfers along its axes, of its kind if there are such."""
+    """A collective with the transfers along its axes, of its kind if there are such.
+
+    Those to the op of a name come before those of what it makes.
+    """
     axes = mesh.entire(collective.axes or ())
-    along = [one for one in here if axes & mesh.entire(one.axes)]
-    alike = [one for one in along if collective.kind in one.kinds]
-    return dataclasses.replace(collective, between=tuple(alike or along))
+    along = [one for one in sent if axes & mesh.entire(one.axes)]
+    here = [one for one in along if one.at == name]
+    by_kind = [[t for t in of if collective.kind in t.kinds] for of in (here, along)]
+    return dataclasses.replace(
+        collective, between=tuple(by_kind[0] or by_kind[1] or here or along)
+    )
 
 
 def known(reports: Sequence[TensorReport]) -> Known:

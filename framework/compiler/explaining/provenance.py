@@ -58,7 +58,8 @@ class Hop:
     """An op along which an axis went from one tensor to another.
 
     Args:
-      step: number of the step of propagation, counted over the program.
+      step: number of the step of propagation, counted over the program; -1: before
+        all, as Shardy gives what is annotated the annotation's sharding.
       op: what the op is, in StableHLO's words: "dot_general", "while".
       op_name: of the TF op that it comes from.
       file, line: of the user's code that made it; "" and 0 if unknown.
@@ -75,8 +76,9 @@ class Hop:
     def __str__(self) -> str:
         """`forth through dense/MatMul (mine.py:12, step 3)`."""
         where = f"{place_text(self.file, self.line)}, " if self.file else ""
+        when = "before all steps" if self.step < 0 else f"step {self.step}"
         through = self.op_name or self.op
-        return f"{self.direction.value} through {through} ({where}step {self.step})"
+        return f"{self.direction.value} through {through} ({where}{when})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ class Provenance:
 class Decided(enum.Enum):
     """What decided between two axes that cannot both be had."""
 
-    ANNOTATED = "the tensor's own annotation, which propagation does not change"
+    ANNOTATED = "the annotation of the tensor, which propagation does not change"
     EARLIER = "the order of steps: what comes first stays"
     AT_OP = "the op, at which both were: it passes on one of them"
     UNEVEN = "the size of the dim, which it does not divide"
@@ -178,7 +180,8 @@ class Transfer:
       seconds: what all of them take on a topology, None without one.
       before_origins: the annotations behind the axes that go: of `before`, or of the
         dim that is summed.
-      after_origins: those behind the axes that come.
+      after_origins: those behind the axes that come; and the annotation at which axes
+        go, if it is one that needs the tensor otherwise.
     """
 
     at: str

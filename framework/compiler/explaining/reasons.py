@@ -22,11 +22,7 @@ from meshwright.framework.compiler.explaining.provenance import (
     Provenance,
     TensorLayout,
 )
-from meshwright.framework.compiler.lowering.sources import (
-    PLACEHOLDER,
-    Kind,
-    Source,
-)
+from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, Kind, Source
 from meshwright.framework.compiler.stablehlo.shardy.completed import write_for_shardy
 from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.shardy.recorded import (
@@ -276,8 +272,7 @@ class Reasons:
         return self._shardings[place]
 
     def _read(self, place: Place) -> Sharding:
-        completed = self.recorded.sharding(place)
-        is_result = isinstance(place, Result)
+        completed, is_result = self.recorded.sharding(place), isinstance(place, Result)
         value = self.recorded.returned[place.number] if is_result else place
         manual = () if is_result else _manual(value)
         if completed is None:
@@ -288,6 +283,11 @@ class Reasons:
                 for axes in completed.dims
             )
         return Sharding(self.mesh, dims, manual=manual)
+
+    def is_fixed(self, place: Place, dim: int) -> bool:
+        """Whether a dim is as an annotation of the place, or of its only use, says."""
+        completed = self.recorded.sharding(place)
+        return completed is not None and dim not in completed.unspecified
 
     def shape(self, place: Place) -> tuple[int, ...]:
         """The shape of a place's tensor."""
@@ -320,7 +320,7 @@ class Reasons:
         return Provenance(
             axis=axis,
             dim=dim,
-            origin=self._origin_at(begin) if is_here else self._origin_of(name),
+            origin=self.origin_at(begin) if is_here else self._origin_of(name),
             way=tuple(map(self._hop, trail)),
         )
 
@@ -360,8 +360,8 @@ class Reasons:
         names = self.recorded.origins(place)
         if axis in names:
             return names[axis]
-        entire = self.mesh.part(axis).axis
-        return next(n for a, n in names.items() if self.mesh.part(a).axis == entire)
+        entire = self.mesh.entire([axis])
+        return next(n for a, n in names.items() if self.mesh.entire([a]) == entire)
 
     def _arrival(self, place: Place, axis: str, before: int | None) -> Arrival | None:
         entire = self.mesh.part(axis).axis
@@ -396,18 +396,18 @@ class Reasons:
         maker, _, number = name.partition(": ")
         if maker == "input":
             arguments = self.recorded.main.regions[0].blocks[0].arguments
-            return self._origin_at(arguments[int(number)])
+            return self.origin_at(arguments[int(number)])
         if maker == "output":
-            return self._origin_at(Result(int(number)))
+            return self.origin_at(Result(int(number)))
         region, _, side = maker.rpartition("_")
         if side in ("input", "output") and region in self.recorded.makers:
             op = self.recorded.makers[region]
             block = op.regions[0].blocks[0].arguments
             values = block if side == "input" else op.results
-            return self._origin_at(self.recorded.place(values[int(number)]))
-        return self._origin_at(self.recorded.makers[name].results[0])
+            return self.origin_at(self.recorded.place(values[int(number)]))
+        return self.origin_at(self.recorded.makers[name].results[0])
 
-    def _origin_at(self, place: Place) -> Origin:
+    def origin_at(self, place: Place) -> Origin:
         """The origin that a place itself is."""
         if place not in self._origins:
             self._origins[place] = self._new_origin(place)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -19,13 +19,14 @@ from jaxlib.mlir.passmanager import PassManager
 from meshwright.framework.compiler.explaining.provenance import Origin, Transfer
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
-from meshwright.framework.compiler.stablehlo.shardy.meetings import reading
+from meshwright.framework.compiler.stablehlo.shardy.meetings import meetings, reading
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import FactorKind, rule_of
 from meshwright.framework.compiler.stablehlo.shardy.propagation import (
     attribute_of,
     manual_axes,
 )
 from meshwright.framework.compiler.stablehlo.shardy.recorded import (
+    CONSTRAINT,
     Place,
     Result,
     finishing_passes,
@@ -204,26 +205,49 @@ class _Finished:
         place = self._place(value)
         if place is None:
             return ()
-        lies = self.reasons.sharding(place)
         return _distinct(
-            self.reasons.provenance(place, axis, dim).origin
+            origin
             for dim, axis in _only_in(before, after)
-            if axis in lies.dims[dim]
+            for origin in self._having(place, dim, axis)
         )
 
+    def _having(self, place: Place, dim: int, axis: str) -> Iterator[Origin]:
+        """Where an axis of a place comes from, or of the tensors that it is made of.
+
+        Shardy sends a tensor only after ops that do not care, such as a maximum.
+        """
+        if axis in self.reasons.sharding(place).dims[dim]:
+            yield self.reasons.provenance(place, axis, dim).origin
+            return
+        for _, tensors in meetings(self.recorded, place):
+            factors = next(f for other, f in tensors if other == place)
+            for other, others in tensors:
+                if factors[dim] is None or factors[dim] not in others:
+                    continue
+                at = others.index(factors[dim])
+                if axis in self.reasons.sharding(other).dims[at]:
+                    yield self.reasons.provenance(other, axis, at).origin
+
     def _annotation(self, op, before: Sharding, after: Sharding) -> tuple[Origin, ...]:
+        """The origins of axes that come at an annotation, and itself if any go."""
         place = self._recorded(op).results[0]
-        return _distinct(
+        coming = [
             self.reasons.provenance(place, axis, dim).origin
             for dim, axis in _only_in(after, before)
             if axis in self.reasons.sharding(place).dims[dim]
-        )
+        ]
+        going = [dim for dim, _ in _only_in(before, after)]
+        if any(self.reasons.is_fixed(place, dim) for dim in going):
+            coming.append(self.reasons.origin_at(place))
+        return _distinct(coming)
 
     def _wanted(self, use, before: Sharding, after: Sharding) -> tuple[Origin, ...]:
         """The origins of the axes that a reader wants, from its other tensors."""
         reader = use and self._recorded(use.owner.operation)
         if reader is None:
             return ()
+        if reader.name == CONSTRAINT:  # What it annotates is sent before it.
+            return self._annotation(use.owner.operation, before, after)
         meeting = reading(self.recorded, reader, use.operand_number)
         if meeting is None:
             return ()
@@ -327,5 +351,5 @@ def _differing(before: Sharding, after: Sharding) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for _, axis in found))
 
 
-def _distinct(origins: Iterator[Origin]) -> tuple[Origin, ...]:
+def _distinct(origins: Iterable[Origin]) -> tuple[Origin, ...]:
     return tuple(dict.fromkeys(origins))

@@ -32,6 +32,13 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 # A kernel that was compiled by itself: what it takes, XLA does not know.
 _KERNEL = '"custom_call_config"'
+_RAGGED = "ragged-dot"
+"""libtpu's own kernel for experts, and the one of what that reads.
+
+The first says its FLOPs, which take this long at the peak, or longer; the second is of
+a hundred instructions.
+"""
+_FLOPS = re.compile(r'"flops":"(?P<flops>\d+)"')
 _PRODUCTS = frozenset({"convolution", "dot"})
 # Their kernels have no cycles. The table, if it fits, is brought to VMEM as a whole.
 _ROW_OPS = frozenset({"gather", "scatter"})
@@ -299,6 +306,10 @@ class _TpuWalk(Walk):
         if (held := _HELD.search(op.backend_config)) and self.has(op, _ROW_OPS):
             return int(held["bytes"]) / self.kind.memory_bandwidth, TimePart.MEMORY
         if _KERNEL in op.backend_config:
+            if op.name.startswith(_RAGGED):
+                flops = _FLOPS.search(op.backend_config)
+                seconds = int(flops["flops"]) / self.kind.peak_flops if flops else 0.0
+                return seconds, TimePart.MATRIX
             raise ValueError(
                 f"kernel {op.name} ({op.op_name}) says no cycles for a TPU "
                 f"{self.kind.name}, so its time cannot be estimated: set the "

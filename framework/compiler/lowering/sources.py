@@ -18,6 +18,7 @@ from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.origins import (
+    noted_dims,
     noted_layer,
     noted_weight,
     original_of,
@@ -102,6 +103,7 @@ class Source:
       is_gradient: whether the op belongs to the gradient of the line's code.
       shapes: of its outputs, None for those that are not static.
       annotation: the requested sharding if it is an annotation, else None.
+      dims: of an annotation by a plan the names of the dims, else ().
     """
 
     op_name: str
@@ -112,6 +114,7 @@ class Source:
     is_gradient: bool
     shapes: tuple[tuple[int, ...] | None, ...]
     annotation: Annotation | None = None
+    dims: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """`folder/file.py:12`; a layer's file with all folders of the package."""
@@ -281,6 +284,7 @@ def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
             tuple(t.shape) if t.shape.is_fully_defined() else None for t in op.outputs
         ),
         annotation=_annotation(op),
+        dims=noted_dims(forward.graph, forward.name),
     )
 
 

@@ -33,13 +33,16 @@ from meshwright.framework.compiler.stablehlo.shardy.propagation import (
     Propagated,
     manual_axes,
 )
-from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    FRONTEND_ATTRIBUTES,
+    shape_of,
+    walk,
+)
 from meshwright.framework.compiler.xla.completion import completed_by_gspmd
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 
 TAG = "meshwright_op"
 """XLA's frontend attribute that identifies operations."""
-_ATTRIBUTES = "mhlo.frontend_attributes"
 # These read, or stand for, the result of another instruction.
 _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
 # XLA may rewrite products and slices as these, with other shapes, and merge reshapes.
@@ -57,12 +60,12 @@ def number(ops: Iterable[ir.Operation]) -> None:
     for place, op in enumerate(ops):
         text = ir.StringAttr.get(str(place))
         attributes = {}
-        if _ATTRIBUTES in op.attributes:
+        if FRONTEND_ATTRIBUTES in op.attributes:
             attributes = {
                 named.name: named.attr
-                for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
+                for named in ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES])
             }
-        op.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
+        op.attributes[FRONTEND_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
 
 
 def numbered(module: ir.Operation) -> dict[int, ir.Operation]:
@@ -74,9 +77,9 @@ def numbered(module: ir.Operation) -> dict[int, ir.Operation]:
 
 def number_of(op) -> int | None:
     """The number of an operation, None if it has none."""
-    if _ATTRIBUTES not in op.attributes:
+    if FRONTEND_ATTRIBUTES not in op.attributes:
         return None
-    attributes = ir.DictAttr(op.attributes[_ATTRIBUTES])
+    attributes = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES])
     return int(ir.StringAttr(attributes[TAG]).value) if TAG in attributes else None
 
 
@@ -86,13 +89,13 @@ def drop_numbers(module: ir.Operation) -> None:
         if number_of(op) is not None:
             left = {
                 named.name: named.attr
-                for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
+                for named in ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES])
                 if named.name != TAG
             }
             if left:
-                op.attributes[_ATTRIBUTES] = ir.DictAttr.get(left)
+                op.attributes[FRONTEND_ATTRIBUTES] = ir.DictAttr.get(left)
             else:
-                del op.attributes[_ATTRIBUTES]
+                del op.attributes[FRONTEND_ATTRIBUTES]
 
 
 def by_shardy(completed: Propagated) -> Iterator[tuple[int, OpLayout]]:

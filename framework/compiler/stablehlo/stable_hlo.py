@@ -21,6 +21,8 @@ from meshwright.framework.sharding.xla_form import ints
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
 NUMBER = "number"
 """The attribute that identifies ops after propagation."""
+FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"
+"""XLA's attributes of an op that outlive its passes."""
 WHILE = "stablehlo.while"
 BRANCHES = ("stablehlo.case", "stablehlo.if")
 DimAxes = Sequence[Sequence[str]]
@@ -177,6 +179,12 @@ def call_target(op) -> str | None:
     if op.name != "stablehlo.custom_call":
         return None
     return ir.StringAttr(op.attributes["call_target_name"]).value
+
+
+def note_cycles(op, cycles: int) -> None:
+    """Says what a kernel takes, of which compilers know nothing, see `step_time`."""
+    text = ir.StringAttr.get(str(cycles))
+    op.attributes[FRONTEND_ATTRIBUTES] = ir.DictAttr.get({"meshwright_cycles": text})
 
 
 def is_annotation(op) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.papers import pipeline_schedules
 from meshwright.framework.compiler.hlo.step_time import Loop
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from tests import needs
 
@@ -29,11 +29,13 @@ def test_formulas():
         in_loop = pipeline_schedules.formula(made, deferred=False)
         assert in_loop == pytest.approx(made.bubble_fraction)
         # Seven bubbles of two of the three parts of a layer's work.
+        assert pipeline_schedules.alive(made, deferred=False) == 16 + 7 / repeats
         after = pipeline_schedules.formula(made, deferred=True)
         assert after == pytest.approx(7 * 2 / (7 * 2 + 16 * repeats * 3))
     others = pipeline_schedules.formulas_of_others(8, 16)
-    want = {"1F1B": 21 / 69, "ZB1P": 7 / 55, "DualPipe": 6 / 54}
-    assert others == pytest.approx(want)
+    want = {"1F1B": 21 / 69, "ZB-H1": 7 / 55, "ZBV": 0, "DualPipe": 6 / 54}
+    assert {name: idle for name, (idle, _) in others.items()} == pytest.approx(want)
+    assert [kept for _, kept in others.values()] == [8, 8, 8, 9]
 
 
 def op(seconds, layer, *loops):
@@ -67,7 +69,9 @@ def report(**changes):
         "program": types.SimpleNamespace(sources=types.SimpleNamespace(find=find)),
         "time": types.SimpleNamespace(all=lambda: ops),
         "pipelines": (pipeline,),
-        "experiment": types.SimpleNamespace(steps_per_loop=2),
+        "experiment": types.SimpleNamespace(
+            steps_per_loop=2, gradient_accumulation_steps=1
+        ),
         "step_seconds": 127.5,
         "peak_bytes": 3 * 2**30,
     }
@@ -83,13 +87,13 @@ def test_a_pipelines_time_is_that_of_its_loops_and_of_deferred_gradients():
 def test_a_row():
     row = pipeline_schedules.row(report(), "w_.*")
     # A quarter of the loops is bubbles: 15 of 124 s; 7.5 of a step.
-    want = "GPipe after: w_.* 4 12.1% 18.2% 7.500 127.500 3.0"
+    want = "GPipe after: w_.* 4 3.0 12.1% 18.2% 7.500 127.500 3.0"
     assert " ".join(row.split()) == want
 
 
 def test_a_row_of_what_does_not_fit():
     row = pipeline_schedules.row(report(time=None), "")
-    want = "GPipe in the loop 4 needs 3.0 GiB, does not fit"
+    want = "GPipe in the loop 4 4.0 needs 3.0 GiB, does not fit"
     assert " ".join(row.split()) == want
 
 
@@ -110,6 +114,6 @@ def test_prints_its_table(tmp_path):
     head, row, *others = (line.split() for line in done.stdout.splitlines())
     assert head[:2] == ["schedule", "weights"]
     assert row[:4] == ["GPipe", "after:", ".*", "5"]
-    idle, formula = (float(cell.rstrip("%")) for cell in row[4:6])
+    idle, formula = (float(cell.rstrip("%")) for cell in row[5:7])
     assert 0 < idle < 100 and formula == pytest.approx(100 * 2 / (2 + 4 * 3), abs=0.1)
-    assert [other[0] for other in others] == ["1F1B", "ZB1P", "DualPipe"]
+    assert [other[0] for other in others] == ["1F1B", "ZB-H1", "ZBV", "DualPipe"]

@@ -10,15 +10,12 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.explaining.explain import (
-    InsertedCollective,
-    TensorReport,
-    Why,
-)
+from meshwright.framework.compiler.explaining.explain import TensorReport, Why
 from meshwright.framework.compiler.explaining.explain_text import (
     collective_text,
     tensor_name,
 )
+from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
@@ -454,7 +451,13 @@ def test_long_names_do_not_break_columns():
 )
 def test_says_which_devices_a_collective_is_among(axes, where):
     collective = InsertedCollective(
-        kind="all-reduce", axes=axes, bytes=8, times=1, in_loop=False, shared_by=1
+        name="all-gather.1",
+        kind="all-reduce",
+        axes=axes,
+        bytes=8,
+        times=1,
+        in_loop=False,
+        shared_by=1,
     )
     assert collective_text(collective) == f"all-reduce {where}, 8 B"
 

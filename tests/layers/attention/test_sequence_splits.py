@@ -28,9 +28,9 @@ from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
 )
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.stages import StageMode
 from meshwright.layers.transformer import transformer_layer
 from tests.layers.attention.on_devices import gradients_of, some_of
 from tests.layers.attention.test_blockwise import EveryOther

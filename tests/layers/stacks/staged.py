@@ -7,7 +7,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 
 
 def by_stage(layer, theta):
@@ -33,6 +33,8 @@ class Staged(Layer):
             y, aux = x_and_aux(self.pipeline.fprop(ctx, theta, x, **inputs))
             return y if aux is None else NestedMap(x=y, loss=merge_aux(aux).loss)
         count = self.pipeline.num_microbatches
+        if x.shape[0] % count:  # Then nothing is of all rows of a microbatch.
+            count = 1
         # What comes back of a statistic is the mean of the microbatches', not the sum.
         specs = self.weights()
         theta = theta.map(lambda w, s: w / count if s.is_statistic else w, specs)

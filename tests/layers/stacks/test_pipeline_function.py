@@ -10,7 +10,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.modeling import random
 from meshwright.layers import pipeline
-from meshwright.layers.stacks.stages import StageMode
+from meshwright.layers.stacks.pipelines.stages import StageMode
 
 B, M, H, LAYERS, MICROBATCHES = 12, 8, 16, 8, 3
 MESH = mw.DeviceMesh(("stage", "data", "model"), (2, 2, 2))
@@ -204,7 +204,6 @@ def test_bubbles_add_nothing_to_gradients():
             {"weight_dims": {"bias": [None, "model"]}},
             "has 2 dims for 'bias', which has 1 after that of layers",
         ),
-        (WEIGHTS, {"num_stages": 3}, "8 layers do not divide into 3 stages"),
     ],
 )
 def test_what_does_not_fit_is_refused(weights, how, message):

@@ -10,7 +10,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 TABLES = json.loads((DATA / "pipeline_schedules.json").read_text())["tables"]

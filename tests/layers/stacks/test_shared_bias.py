@@ -18,7 +18,7 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias
@@ -218,6 +218,30 @@ def test_the_gradient_of_the_bias_has_its_dtype_where_activations_have_another()
 
     got = gradient(theta.relative_bias)
     assert got.dtype == tf.float32 and np.isfinite(got).all() and np.any(got)
+
+
+def test_a_decoders_stack_says_token_by_token_what_it_says_of_all():
+    layer = shared(num_layers=2, has_memory=True)
+    theta, ctx = weights_of(layer), Context()
+    x, memory = tf.constant(X[:, :6]), tf.constant(np.tanh(X[:, 6:]))
+
+    @compiled
+    def at_once():
+        return layer.fprop(ctx, theta, x, memory=memory)
+
+    @compiled
+    def steps():
+        encoded = layer.encode_memory(ctx, theta, memory)
+        paddings = tf.zeros(memory.shape[:2], tf.int32)
+        cache, out = layer.init_cache(ctx, B, 6), []
+        for t in range(6):
+            given = {"memory": encoded, "memory_paddings": paddings}
+            token = x[:, t : t + 1]
+            y, cache = layer.step(ctx, theta, token, cache, tf.constant(t), **given)
+            out.append(y)
+        return tf.concat(out, axis=1)
+
+    np.testing.assert_allclose(steps(), at_once(), rtol=1e-4, atol=1e-5)
 
 
 TRAINED = (

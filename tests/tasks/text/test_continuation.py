@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.modeling.initializers import Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.positions import InputPositions, PositionKind
@@ -23,6 +25,7 @@ from meshwright.layers.basic.normalization import RMSNorm
 from meshwright.layers.experts.gating import Capacity
 from meshwright.layers.experts.gatings import Hash, Top2
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias
@@ -105,24 +108,30 @@ def weights_of(task):
     return drawn.map(lambda w: 2 * w if w.shape.rank > 1 else w)
 
 
-def continued(task, theta, search, prompts, seed=0):
-    """`ids` and `scores` of continuations of up to N tokens."""
+def continuation(task, search, prompts, plan=None, seed=0):
+    """(weights, batch) -> `ids` and `scores` of up to N tokens more; and the batch."""
     rows = np.full([len(prompts), P], 99, np.int32)  # What is there is not read.
     for row, prompt in zip(rows, prompts, strict=True):
         row[-len(prompt) :] = prompt
     lengths = tf.constant([len(prompt) for prompt in prompts])
     batch = NestedMap(ids=tf.constant(rows), lengths=lengths)
-    continuation = Continuation(task=task, search=search, prompt_length=P, length=N)
-    ctx = Context(key=key_from_seed(seed))
+    more = Continuation(task=task, search=search, prompt_length=P, length=N)
+    ctx = Context(key=key_from_seed(seed), plan=plan or ShardingPlan())
 
-    @tf.function(jit_compile=True, autograph=False)
     def run(theta, batch):
-        state = continuation.begin(ctx, theta, batch)
-        state = continuation.go_on(ctx, theta, batch, state, N)
-        decoded = continuation.result(state)
+        state = more.begin(ctx, theta, batch)
+        state = more.go_on(ctx, theta, batch, state, N)
+        decoded = more.result(state)
         return decoded.ids, decoded.scores
 
-    return [t.numpy() for t in run(theta, batch)]
+    return run, batch
+
+
+def continued(task, theta, search, prompts, seed=0):
+    """`ids` and `scores` of continuations of up to N tokens, on one device."""
+    run, batch = continuation(task, search, prompts, seed=seed)
+    compiled = tf.function(run, jit_compile=True, autograph=False)
+    return [t.numpy() for t in compiled(theta, batch)]
 
 
 def said(ids):
@@ -238,6 +247,40 @@ def test_beams_have_the_scores_of_whole_passes():
     scores = check_beams(task, theta)
     _, greedy = continued(task, theta, BeamSearch(beams=1), PROMPTS)
     assert (scores[:, 0] >= greedy[:, 0] - 1e-5).all()
+
+
+def test_four_stages_say_what_one_device_says():
+    alone = model("hashed experts")
+    stack = dataclasses.replace(alone.stack, num_layers=8)
+    alone = dataclasses.replace(alone, stack=stack)
+    theta, search = weights_of(alone), BeamSearch(beams=2)
+    ids, scores = continued(alone, theta, search, PROMPTS)
+    stack = Pipeline(stack=alone.stack, num_stages=4, num_microbatches=1)
+    task = dataclasses.replace(alone, stack=stack)
+    plan = ShardingPlan(
+        mesh_axes=("stage", "data", "expert"),
+        mesh_shape=(4, 1, 2),
+        weights={"stages": "stage", "experts": "expert"},
+        activations={
+            "batch": ("data", "stage"),
+            "microbatch": "data",
+            "experts": "expert",
+        },
+    )
+    theta.stack = theta.stack.map(stack.by_stage)
+    specs = task.weights()
+    run, batch = continuation(task, search, PROMPTS, plan)
+    program = compile_program(
+        run,
+        tf.nest.map_structure(tf.TensorSpec.from_tensor, [theta, batch]),
+        plan.mesh,
+        in_shardings=[specs.map(lambda spec: spec.sharding(plan)), None],
+        name="continuation",
+    )
+    args = tf.nest.map_structure(lambda t: t.numpy(), (theta, batch))
+    got = program.unshard(program(*args))
+    np.testing.assert_array_equal(got[0], ids)
+    np.testing.assert_allclose(got[1], scores, rtol=1e-5)
 
 
 def test_layers_that_cannot_decode_are_refused():

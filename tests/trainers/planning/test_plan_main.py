@@ -29,6 +29,30 @@ def test_says_where_the_plan_puts_state_and_batch(capsys):
     assert "completed by" not in out
 
 
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"explain": "true"}, "collectives of the compiled program"),
+        ({"topology": "cpu"}, "what propagation says, before XLA compiles"),
+    ],
+)
+def test_writes_a_page_of_the_program(how, says, tmp_path, capsys):
+    page = tmp_path / "new" / "page.html"
+    call_main("NUM_LAYERS = 1", explain_html=str(page), **how)
+    assert capsys.readouterr().out
+    text = page.read_text()
+    assert says in text and '"layer":"stack.feed_forward' in text
+
+
+def test_a_page_of_the_program_needs_a_program(tmp_path):
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit, match="--explain_html needs --explain, or --topol"):
+        call_main(explain_html=str(page))
+    with pytest.raises(SystemExit, match="--explain_html.* cannot be written"):
+        call_main(explain="true", explain_html=str(tmp_path))
+    assert not page.exists()
+
+
 def test_needs_no_flag_for_as_many_devices_as_the_mesh_has():
     """In a process of its own: this one has its devices already."""
     command = [sys.executable, "-m", "meshwright.trainers.plan"]

@@ -1,6 +1,7 @@
 """A plan as a page: what it says, and what a browser shows of it."""
 
 import functools
+import html
 import json
 import pathlib
 import re
@@ -21,7 +22,9 @@ from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_sections import sections
 from meshwright.trainers.planning.plan_text import plan_text
+from meshwright.trainers.planning.planning import plan
 from tests import needs
+from tests.trainers import small_run
 from tests.trainers.planning.browser import look_at, needs_chromium
 from tests.trainers.planning.test_plan_main import call_main
 
@@ -329,6 +332,16 @@ def test_the_docs_tell_of_the_same_errors():
         share = f"{error.worst:.1%} and {error.mean:.1%} ({error.steps} steps)"
         assert f"{kind.value} {share}" in text
     assert f"the worst of all {ALL_STEPS.steps}, {ALL_STEPS.worst:.0%}" in text
+
+
+def test_a_notebook_shows_the_page_of_a_report():
+    experiment, _ = build_experiment(
+        list(small_run.GIN_FILES),
+        [*small_run.GIN_PARAMS, small_run.MESH, "NUM_LAYERS = 1"],
+    )
+    shown = plan(experiment, topology="cpu")._repr_html_()
+    (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', shown)
+    assert "<h2>Memory" in html.unescape(page)
 
 
 @pytest.mark.parametrize("flag", ["html_out", "log_dir"])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from meshwright.framework.compiler.hlo.step_time import Loop
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_pipelines import planned_pipelines
-from meshwright.trainers.planning.plan_tensorboard import scalars
 from meshwright.trainers.planning.plan_text import plan_text
+from meshwright.trainers.planning.tensorboard.plan_tensorboard import scalars
 from tests import needs
 from tests.trainers.planning.browser import look_at, needs_chromium
 from tests.trainers.planning.search.pipelined import GIN_FILES, PARAMS
@@ -63,6 +63,12 @@ def pipeline(stages, microbatches, repeats=1):
         "num_repeats": repeats,
         "iterations": schedule.iterations,
         "bubble_fraction": schedule.bubble_fraction,
+        "timetable": [
+            [number if is_valid else -1 for number, is_valid in zip(*row, strict=True)]
+            for row in zip(
+                schedule.microbatch.tolist(), schedule.valid.tolist(), strict=True
+            )
+        ],
         "seconds_in_bubbles": None,
     }
 

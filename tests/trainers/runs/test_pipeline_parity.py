@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from tests.layers.stacks.staged import state_by_stage
 from tests.trainers.parity import (
     Trained,
@@ -72,6 +72,9 @@ CASES = [
     ((2, 2, 1), "MANUAL", (2, 2, 2), "SHARDY", STEPS, "adafactor", 2),
     ((4, 8, 1), "MANUAL", (4, 1, 2), "SHARDY", 1, "adam", 0),
     ((2, 2, 1), "VECTORIZED", (2, 4, 1), "GSPMD", 1, "adafactor", 0),
+    # Two of the six layers that stages and rounds have are none.
+    ((2, 4, 3), "VECTORIZED", (2, 2, 2), "SHARDY", STEPS, "adam", 0),
+    ((2, 4, 3), "VECTORIZED", (2, 2, 2), "GSPMD", STEPS, "adafactor", 0),
 ]
 QUICK = CASES[:2]
 

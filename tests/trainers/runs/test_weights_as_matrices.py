@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.trainers.experiment.stacks import stacks
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms

@@ -72,7 +72,16 @@ def test_a_training_is_exported_whole(straight, tmp_path, capsys):
         ),
         (
             {"what": "safetensors", "model_dir": "/none"},
-            "safetensors have the names of a family of models: give one, such as --fam",
+            "a family of models, or of a mapping: give one of these, such as --fam",
+        ),
+        (
+            {
+                "what": "safetensors",
+                "model_dir": "/none",
+                "family": "llama",
+                "mapping": "my.map",
+            },
+            "a family of models, or of a mapping: give one of these, such as --fam",
         ),
         ({"model_dir": "/none"}, "there is no checkpoint in /none/checkpoints"),
     ],

@@ -17,8 +17,8 @@ from tensorboard.plugins.histogram.histograms_plugin import HistogramsPlugin
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.training.step_histograms import write_histograms
-from meshwright.trainers.training.summaries import Summaries
 from tests.trainers.parity import initial_state, random_batches, small_experiment
 from tests.trainers.small_run import (
     five_steps_a_loop,

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from meshwright.trainers.training import loop, summaries
-from meshwright.trainers.training.summaries import Summaries
+from meshwright.trainers.planning.tensorboard.summaries import Summaries, heat_map
+from meshwright.trainers.training import loop, saved_config
 from tests.trainers.small_run import at, points, saved_steps, small_programs, train
 
 STEPS = [5, 10, 15, 20]
@@ -78,7 +78,7 @@ def test_training_curves(straight):
 
 def test_a_row_of_hyperparameters(tmp_path):
     config = "Experiment.seed = 7\nAdam.learning_rate = @LinearWarmup()\n"
-    summaries.write_hyperparameters(str(tmp_path), config)
+    saved_config.write_hyperparameters(str(tmp_path), config)
     events = EventAccumulator(str(tmp_path)).Reload()
     content = events.SummaryMetadata("_hparams_/session_start_info")
     row = HParamsPluginData.FromString(content.plugin_data.content).session_start_info
@@ -214,7 +214,7 @@ def test_summaries_of_a_compiled_loop_that_passes_the_interval():
 @pytest.mark.parametrize("columns,width", [(8, 128), (128, 2048), (2048, 2048)])
 def test_a_heat_map_is_no_wider_than_a_screen(columns, width):
     load = np.arange(2.0 * columns).reshape(2, columns)
-    picture = summaries._heat_map(load)
+    picture = heat_map(load)
     cell = width // columns
     assert picture.shape == (2 * cell, width, 3)
     assert picture[0, 0].tolist() == [247, 251, 255]

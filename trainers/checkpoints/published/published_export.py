@@ -13,6 +13,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoints.checkpoint_manifest import bullet_list
+from meshwright.trainers.checkpoints.published.mapping_files import read_mapping
 from meshwright.trainers.checkpoints.published.published_facts import Model
 from meshwright.trainers.checkpoints.published.published_families import (
     FAMILIES,
@@ -36,34 +37,42 @@ def export_published(
     weights: NestedMap,
     folder: pathlib.Path,
     *,
-    family: str,
+    family: str | None = None,
+    mapping: str | None = None,
     dtype: str,
     file_bytes: int,
 ) -> None:
-    """Writes config.json and safetensors: one file, or several with an index.
+    """Writes safetensors, one file or several with an index; a family's config.json.
 
     Args:
       task: the language model.
       weights: nested map of its weights, host arrays in logical shapes.
       folder: where to; it is there, and empty.
-      family: a name in `FAMILIES`.
+      family: a name in `FAMILIES`; None if there is a mapping.
+      mapping: a file that says which tensors there are, see `mapping_files.py`; None
+        for a family's.
       dtype: a name in `DTYPES`, of all tensors.
       file_bytes: the most of a file, unless one tensor has more.
 
     Raises:
       CheckpointError: no such family or dtype; the family has no such model, the
         message lists why; a weight is beyond float16; safetensors is not installed.
+      ValueError: the mapping cannot be read.
     """
-    kind = _known("family", family, FAMILIES)
-    wanted = _known("dtype", dtype, DTYPES)
-    model = Model.of(task)
-    config = _config(kind, model)
+    wanted, config = _known("dtype", dtype, DTYPES), None
+    if mapping is not None:
+        table, model = read_mapping(mapping), Model.of(task, any_parts=True)
+    else:
+        kind, model = _known("family", family, FAMILIES), Model.of(task)
+        table, config = kind.mapping, _config(kind, model)
     arrays, sizes = {}, {}
-    for tensor in tensors_of(kind, model):
+    for tensor in tensors_of(table, model):
         weight = weights.get_path(tensor.place.path)
         arrays[tensor.name] = lambda t=tensor, w=weight: _cast(t.name, t.of(w), wanted)
         sizes[tensor.name] = math.prod(tensor.shape) * wanted.itemsize
     write_safetensors(folder, arrays, sizes, file_bytes=file_bytes)
+    if config is None:
+        return
     text = json.dumps({**config, "torch_dtype": dtype}, indent=2)
     (folder / CONFIG).write_text(text + "\n")
 

@@ -14,7 +14,7 @@ from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.basic.feed_forward import FeedForward
 from meshwright.layers.basic.normalization import RMSNorm
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias
@@ -55,8 +55,8 @@ class Model:
     layers: tuple[PlacedLayer, ...]
 
     @classmethod
-    def of(cls, task: Task | None) -> Model:
-        """The model of a task.
+    def of(cls, task: Task | None, *, any_parts: bool = False) -> Model:
+        """The model of a task; with `any_parts`, of layers that no family has too.
 
         Raises:
           CheckpointError: no family has such parts; the message lists them.
@@ -68,6 +68,8 @@ class Model:
                 "each tensor goes"
             )
         layers = tuple(_placed(task.stack, "stack"))
+        if any_parts:
+            return cls(task, layers)
         problems = _foreign("LanguageModel.final_norm", task.final_norm, RMSNorm)
         for each in layers:
             for name, kind in _PARTS.items():
@@ -103,7 +105,8 @@ def _foreign(field: str, part: Any, kind: type) -> list[str]:
 def _placed(stack: Any, path: str) -> list[PlacedLayer]:
     """The layers of a stack or of a single layer, in the stream's order."""
     if isinstance(stack, Pipeline):
-        # A microbatch passes all stages before it comes to the next of their parts.
+        # A microbatch passes all stages before it comes to the next of their parts. The
+        # last may be no layers: their number is that of the `Repeat`'s.
         stages, repeats = stack.num_stages, stack.num_repeats
         in_a_row = stack.layers_of_stage // repeats
         body = _placed(stack.stack.body, path)
@@ -113,6 +116,7 @@ def _placed(stack: Any, path: str) -> list[PlacedLayer]:
             for stage in range(stages)
             for i in range(in_a_row)
         ]
+        indices = indices[: stack.stack.count]
         return [_at(each, index) for index in indices for each in body]
     if isinstance(stack, SharedRelativeBias):
         return _placed(stack.stack, f"{path}.stack")

@@ -1,8 +1,4 @@
-"""The families of published models: names of their tensors, keys of their config.json.
-
-A line of a table is `tensor -> weight here`, with `*` for the number of a layer and for
-where that layer's weights are. A tensor is the weight as a matrix, its rows first: with
-`transpose` columns and rows change places, with `flat` it has a single dim.
+"""The families of published models: their mapping files, keys of their config.json.
 
 Defaults are those of the classes of Transformers that read such a config.json: a file
 leaves out keys that have them.
@@ -16,43 +12,17 @@ from typing import Any
 
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoints.published import family_facts as facts
+from meshwright.trainers.checkpoints.published.mapping_files import (
+    MappingLine,
+    TensorMapping,
+    of_family,
+)
 from meshwright.trainers.checkpoints.published.published_facts import (
     Config,
     Fact,
     Model,
     shown,
 )
-
-_COMMON = """
-model.embed_tokens.weight                   -> embedding.table
-model.norm.weight                           -> final_norm.scale
-lm_head.weight                              -> softmax.kernel           transpose
-model.layers.*.input_layernorm.weight       -> *.attention_norm.scale
-model.layers.*.self_attn.q_proj.weight      -> *.attention.w_q          transpose
-model.layers.*.self_attn.k_proj.weight      -> *.attention.w_k          transpose
-model.layers.*.self_attn.v_proj.weight      -> *.attention.w_v          transpose
-model.layers.*.self_attn.o_proj.weight      -> *.attention.w_o          transpose
-model.layers.*.self_attn.q_proj.bias        -> *.attention.b_q          flat
-model.layers.*.self_attn.k_proj.bias        -> *.attention.b_k          flat
-model.layers.*.self_attn.v_proj.bias        -> *.attention.b_v          flat
-model.layers.*.self_attn.o_proj.bias        -> *.attention.b_o
-model.layers.*.self_attn.q_norm.weight      -> *.attention.query_norm.scale
-model.layers.*.self_attn.k_norm.weight      -> *.attention.key_norm.scale
-model.layers.*.mlp.gate_proj.weight         -> *.feed_forward.w_gate    transpose
-model.layers.*.mlp.up_proj.weight           -> *.feed_forward.w_in      transpose
-model.layers.*.mlp.down_proj.weight         -> *.feed_forward.w_out     transpose
-model.layers.*.mlp.gate_proj.bias           -> *.feed_forward.b_gate
-model.layers.*.mlp.up_proj.bias             -> *.feed_forward.b_in
-model.layers.*.mlp.down_proj.bias           -> *.feed_forward.b_out
-"""
-_PRE_NORMS = """
-model.layers.*.post_attention_layernorm.weight   -> *.feed_forward_norm.scale
-"""
-_PRE_AND_POST_NORMS = """
-model.layers.*.post_attention_layernorm.weight   -> *.attention_post_norm.scale
-model.layers.*.pre_feedforward_layernorm.weight  -> *.feed_forward_norm.scale
-model.layers.*.post_feedforward_layernorm.weight -> *.feed_forward_post_norm.scale
-"""
 
 _DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -102,14 +72,14 @@ class Family:
     Args:
       name: what its config.json calls `model_type`.
       architecture: the class that its config.json names.
-      tensors: the tensor, the weight and the change of each line of the table.
+      lines: those of its mapping file.
       defaults: what a config.json says by having no such key.
       facts: what its config.json says of a model.
     """
 
     name: str
     architecture: str
-    tensors: tuple[tuple[str, str, str], ...]
+    lines: tuple[MappingLine, ...]
     defaults: Mapping[str, Any]
     facts: tuple[Fact, ...]
 
@@ -139,6 +109,11 @@ class Family:
                 ) from error
         return problems
 
+    @property
+    def mapping(self) -> TensorMapping:
+        """Which of its tensors are which weights."""
+        return TensorMapping(name=f"{self.name} models", lines=self.lines)
+
     def config(self, model: Model) -> dict[str, Any]:
         """A config.json's architecture keys, of our model."""
         keys = {"architectures": [self.architecture], "model_type": self.name}
@@ -157,15 +132,10 @@ def family_of(config: Config, file: str) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"{file} has model_type {name!r}, which is none of "
-            f"{', '.join(FAMILIES)}: set InitializeFrom.rules, which say where each "
-            "tensor goes"
+            f"{', '.join(FAMILIES)}: set InitializeFrom.mapping, a file that "
+            "says which weight each tensor is"
         )
     return FAMILIES[name]
-
-
-def _table(text: str) -> tuple[tuple[str, str, str], ...]:
-    lines = [line.replace("->", " ").split() for line in text.splitlines()]
-    return tuple((*line, "")[:3] for line in lines if line)
 
 
 def _llama_like(
@@ -180,7 +150,7 @@ def _llama_like(
     return Family(
         name=name,
         architecture=architecture,
-        tensors=_table(_COMMON + _PRE_NORMS),
+        lines=of_family("llama"),
         defaults=defaults,
         facts=(
             *facts.sizes(),
@@ -210,7 +180,7 @@ def _gemma(
     return Family(
         name=name,
         architecture=architecture,
-        tensors=_table(_COMMON + _PRE_AND_POST_NORMS),
+        lines=of_family("gemma"),
         defaults=_GEMMA_DEFAULTS | defaults,
         facts=(
             *facts.sizes(),

@@ -20,6 +20,7 @@ from meshwright.trainers.checkpoints.checkpoint_rules import (
     Place,
     Unused,
 )
+from meshwright.trainers.checkpoints.published.mapping_files import TensorMapping
 from meshwright.trainers.checkpoints.published.published_facts import (
     Config,
     Model,
@@ -39,7 +40,6 @@ log = logging.getLogger("absl")
 _NUMBERS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 # Models have at most one in so many ids that their tokenizer has not, by rounding up.
 _UNUSED_IDS = 10
-_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PIECE_BYTES = 2**26
 
 
@@ -65,11 +65,11 @@ class PublishedTensor:
         return np.ascontiguousarray(part.reshape(self.shape))
 
 
-def tensors_of(family: Family, model: Model) -> list[PublishedTensor]:
+def tensors_of(mapping: TensorMapping, model: Model) -> list[PublishedTensor]:
     """All tensors of a model, in the order of layers.
 
     Raises:
-      CheckpointError: a weight of the model is none of the family's.
+      CheckpointError: a weight of the model has no line.
     """
     specs = dict(model.task.weights().items_by_path())
     tensors, used = [], set()
@@ -80,18 +80,18 @@ def tensors_of(family: Family, model: Model) -> list[PublishedTensor]:
             place = Place(path=path, index=index)
             tensors.append(_tensor(name, place, change, specs[path]))
 
-    for name, path, change in family.tensors:
-        if "*" not in name:
-            note(name, path, (), change)
+    for line in mapping.lines:
+        if "*" not in line.tensor:
+            note(line.tensor, line.weight, (), line.change)
     for number, layer in enumerate(model.layers):
-        for name, path, change in family.tensors:
-            if "*" in name:
-                path = path.replace("*", layer.path)
-                note(name.replace("*", str(number)), path, layer.index, change)
+        for line in mapping.lines:
+            if "*" in line.tensor:
+                path = line.weight.replace("*", layer.path)
+                name = line.tensor.replace("*", str(number))
+                note(name, path, layer.index, line.change)
     if others := sorted(specs.keys() - used):
         raise CheckpointError(
-            f"{family.name} models have no tensors for these weights:"
-            f"{bullet_list(others)}"
+            f"{mapping.name} have no tensors for these weights:{bullet_list(others)}"
         )
     return tensors
 
@@ -124,16 +124,13 @@ def published_places(
       CheckpointError: the files are those of another model, or of another tokenizer;
         the message lists why.
     """
-    if files.config is None:
-        raise CheckpointError(
-            f"there is no {files.config_file}, which says what model the tensors are "
-            "of: put the published one there, or set InitializeFrom.rules"
-        )
-    family = family_of(files.config, files.config_file)
-    check_numbers(files.config, _NUMBERS, files.config_file)
-    model = Model.of(task)
-    _check_model(family, model, files, source)
-    tensors = {each.name: each for each in tensors_of(family, model)}
+    mapping = source.read_mapping()
+    if mapping is not None:
+        model = Model.of(task, any_parts=True)
+    else:
+        family, model = _checked_family(files, task, source)
+        mapping = family.mapping
+    tensors = {each.name: each for each in tensors_of(mapping, model)}
     problems = [
         f"{name} is {files.tensors[name].form}, and {each.place} needs "
         f"{list(each.shape)}"
@@ -147,22 +144,39 @@ def published_places(
             if name not in files.tensors and source.takes(each.place.path)
         ]
     derived = {name for name in files.tensors if name.endswith(".rotary_emb.inv_freq")}
-    if _HEAD not in tensors:
-        derived.add(_HEAD)
+    head, table = map(mapping.tensor_of, ("softmax.kernel", "embedding.table"))
+    if head is not None and head not in tensors:
+        derived.add(head)
         may_be_left = source.only or source.unused is Unused.IGNORE
-        if not may_be_left and _is_another_head(files):
+        if not may_be_left and _is_another_head(files, head, table):
             problems.append(
-                f"{_HEAD} has other values than {_TABLE}, which this model has for "
+                f"{head} has other values than {table}, which this model has for "
                 "both: set LanguageModel.softmax"
             )
     if problems:
         raise CheckpointError(
             f"the tensors of {source.checkpoint} do not fit this model:"
             f"{bullet_list(problems)}\nget the files again that belong to its "
-            "config.json, or see InitializeFrom.missing, unused and rules"
+            "config.json, or see InitializeFrom.missing, unused and mapping"
         )
     places = {name: each.place for name, each in tensors.items()}
     return PublishedPlaces(places, derived)
+
+
+def _checked_family(
+    files: SafetensorsFiles, task: Task | None, source: InitializeFrom
+) -> tuple[Family, Model]:
+    """The family of files, and the model, which is of it."""
+    if files.config is None:
+        raise CheckpointError(
+            f"there is no {files.config_file}, which says what model the tensors are "
+            "of: put the published one there, or set InitializeFrom.mapping"
+        )
+    family = family_of(files.config, files.config_file)
+    check_numbers(files.config, _NUMBERS, files.config_file)
+    model = Model.of(task)
+    _check_model(family, model, files, source)
+    return family, model
 
 
 def _check_model(
@@ -204,9 +218,9 @@ def _has_other_ids(config: Config, ids: int) -> bool:
     return isinstance(size, int) and ids < size - size // _UNUSED_IDS
 
 
-def _is_another_head(files: SafetensorsFiles) -> bool:
+def _is_another_head(files: SafetensorsFiles, head: str, table: str | None) -> bool:
     """Whether there is an output layer that is not the table of embeddings."""
-    head, table = files.tensors.get(_HEAD), files.tensors.get(_TABLE)
+    head, table = (files.tensors.get(name) for name in (head, table))
     if head is None or table is None:
         return False
     if head.form != table.form or len(head.form.shape) != 2:

@@ -23,7 +23,7 @@ from meshwright.framework.modeling.layer import STAGE_DIM
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import Stack, map_stacks, pipelines, repeats

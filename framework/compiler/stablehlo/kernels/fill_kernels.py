@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.stablehlo.kernels.cudnn import Cudnn
+from meshwright.framework.compiler.stablehlo.kernels.ragged import Ragged
 from meshwright.framework.compiler.stablehlo.kernels.splash import Splash
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     call_target,
@@ -21,7 +22,7 @@ from meshwright.framework.compiler.stablehlo.tidy import drop_unused, inline, ti
 from meshwright.framework.devices.hardware import kind_name, platform_of
 from meshwright.framework.sharding.placeholders import KERNEL_PREFIX
 
-_KERNELS = {"splash": Splash, "cudnn": Cudnn}
+_KERNELS = {"splash": Splash, "cudnn": Cudnn, "ragged": Ragged}
 _DTYPES = {
     "f32": jnp.float32,
     "bf16": jnp.bfloat16,
@@ -61,7 +62,11 @@ def fill_kernels(module: ir.Operation, device: jax.Device) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _lowered(
-    kernel: Splash | Cudnn, part: str, operands: tuple, platform: str, device_kind: str
+    kernel: Splash | Cudnn | Ragged,
+    part: str,
+    operands: tuple,
+    platform: str,
+    device_kind: str,
 ) -> str:
     """The StableHLO of a kernel's pass, a single function, which equal layers share."""
     specs = [jax.ShapeDtypeStruct(shape, _DTYPES[name]) for shape, name in operands]
@@ -71,12 +76,5 @@ def _lowered(
     tidy(module)
     drop_unused(ir.SymbolTable(module)["main"].operation)
     if isinstance(kernel, Splash):
-        q, k, *_ = specs
-        kernel.note_costs(
-            module,
-            device_kind,
-            queries=q.shape,
-            keys=k.shape[2],
-            itemsize=q.dtype.itemsize,
-        )
+        kernel.note_costs(module, device_kind, specs)
     return str(module)

@@ -25,16 +25,18 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.stable_hlo import call_target, walk
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    FRONTEND_ATTRIBUTES,
+    call_target,
+    note_cycles,
+    walk,
+)
 
 _LANES = 128
 # Of a tile's queries, or of its keys, in full lanes: for more, the fast memory of v4,
 # v5e and v5p was too small in some settings.
 _TILE_BYTES = 2**18
 _CALL = "tpu_custom_call"
-_ATTRIBUTES = "mhlo.frontend_attributes"
-_CYCLES = "meshwright_cycles"
-"""XLA's frontend attribute that says what a call takes, see `step_time`."""
 PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
 """Products of a tile, by a part of the name of the call.
 
@@ -167,24 +169,20 @@ class Splash:
         self,
         module: ir.Operation,
         device_kind: str,
-        *,
-        queries: Sequence[int],
-        keys: int,
-        itemsize: int,
+        operands: Sequence[jax.ShapeDtypeStruct],
     ) -> None:
         """Gives the calls in a module their costs, of which compilers know nothing.
 
         Args:
           module: as JAX lowers a pass; changed in place.
           device_kind: the kind of the devices, see `kind_name`.
-          queries: the shape of the queries.
-          keys: T.
-          itemsize: bytes of an element of the operands.
+          operands: the specs of queries, keys, and more.
         """
         calls = [op for op in walk(module) if call_target(op) == _CALL]
         if not calls:
             return
-        B, N, S, D = queries
+        (B, N, S, D), keys = operands[0].shape, operands[1].shape[2]
+        itemsize = operands[0].dtype.itemsize
         tile = self.tile_of(S, D, itemsize), self.tile_of(keys, D, itemsize)
         tiles = B * N * _count(self._mask(S, keys), tile)
         logits = tiles * math.prod(tile)
@@ -202,10 +200,9 @@ class Splash:
             }
             call.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
             # JAX's attributes are lines of their own in HLO text.
-            del call.attributes[_ATTRIBUTES]
+            del call.attributes[FRONTEND_ATTRIBUTES]
             if part in cycles:
-                text = ir.StringAttr.get(str(cycles[part]))
-                call.attributes[_ATTRIBUTES] = ir.DictAttr.get({_CYCLES: text})
+                note_cycles(call, cycles[part])
 
     def _kernel(self, q, k, *, saves: bool) -> splash.SplashAttentionKernel:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""

@@ -1,12 +1,16 @@
 """`program.why`, and the reasons in `explain`: what they say, and of what."""
 
+import dataclasses
 import functools
+import re
 
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.provenance import Decided
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
+from meshwright.framework.compiler.program import trace_program
 from tests.framework.hlo.why.why_programs import MESH, kept, lies, traced
 
 over_partitioners = pytest.mark.parametrize("partitioner", mw.Partitioner)
@@ -139,3 +143,58 @@ def test_text_of_one_axis():
 def test_what_was_traced_needs_no_compiling():
     assert str(kept("gradient").why("result 0")).startswith("result 0 f32[16,32]")
     assert kept("gradient").reasons.mesh == MESH
+
+
+def gathered(w, x):
+    """A sum's columns are gathered for an annotation that leaves out their axis."""
+    hidden = tf.nn.relu(mw.mesh_split(x, MESH, ["X", None]) @ w)
+    return mw.mesh_split(hidden, MESH, ["X", None])
+
+
+@functools.cache
+def gathering():
+    return trace_program(
+        gathered,
+        [tf.TensorSpec([16, 32]), tf.TensorSpec([8, 16])],
+        MESH,
+        in_shardings=[lies(None, "Y"), None],
+    )
+
+
+def test_what_is_gathered_for_an_annotation_names_it():
+    (sent,) = one(gathering().why("Relu", "Y")).transfers
+    assert (sent.kinds, sent.axes) == (("all-gather",), ("Y",))
+    assert [str(o) for o in sent.before_origins] == ["argument 0 [_,Y]"]
+    (asked,) = sent.after_origins
+    assert (asked.name, str(asked.sharding)) == ("XlaSharding_1", "[X,_]")
+
+
+def test_the_annotation_of_what_it_is_put_on_decides():
+    reason = one(gathering().why("Relu"))
+    (lost,) = (c for c in reason.competitions if c.axis == "Y")
+    assert lost.winner is None and lost.decided is Decided.ANNOTATED
+    (found,) = reason.provenances
+    assert "before all steps)" in str(found.way[0]) and found.step == -1
+
+
+def test_xlas_collective_at_the_op_that_makes_a_tensor_has_its_reason():
+    explanation = mw.explain(gathering().compile(), reasons=True)
+    gathers = [
+        c for t in explanation.tensors for c in t.collectives if c.kind == "all-gather"
+    ]
+    (between,) = [sent for c in gathers for sent in c.between]
+    assert [o.name for o in between.after_origins] == ["XlaSharding_1"]
+
+
+def test_a_collective_of_several_tensors_is_counted_once():
+    explanation = explained(mw.Partitioner.SHARDY)[1]
+    (back,) = (t for t in explanation.tensors if t.op_name == "while/MatMul_1")
+    copies = [dataclasses.replace(c, between=()) for c in back.collectives]
+    again = dataclasses.replace(back, op_name="again", collectives=tuple(copies))
+    more = dataclasses.replace(explanation, tensors=(*explanation.tensors, again))
+
+    def rows(text):  # Of the summary.
+        return re.findall(r"^  [a-z-]+ along .*B, .*(?:once|times)$", str(text), re.M)
+
+    assert len(rows(explanation)) > 2
+    assert rows(more) == rows(explanation)

@@ -322,7 +322,7 @@ def test_a_folder_without_a_config(published):
     folder = published()
     (folder / "config.json").unlink()
     assert re.search(
-        r"there is no .*/config\.json, .* or set InitializeFrom\.rules", told(folder)
+        r"there is no .*/config\.json, .* or set InitializeFrom\.mapping", told(folder)
     )
 
 

@@ -200,8 +200,8 @@ def test_caps_of_attention_are_not_gemma_3s(tmp_path):
 
 def test_weights_that_no_table_names_are_told(tmp_path, monkeypatch):
     kind = families.FAMILIES["llama"]
-    lines = [line for line in kind.tensors if "w_gate" not in line[1]]
-    lesser = dataclasses.replace(kind, tensors=tuple(lines))
+    lines = [line for line in kind.lines if "w_gate" not in line.weight]
+    lesser = dataclasses.replace(kind, lines=tuple(lines))
     monkeypatch.setitem(families.FAMILIES, "llama", lesser)
     task = programs_of("llama").experiment.task
     text = refused(task, NestedMap(), tmp_path, "llama")

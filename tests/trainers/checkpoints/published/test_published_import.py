@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.trainers.checkpoints.published.published_facts import Model
 from meshwright.trainers.checkpoints.published.safetensors_files import Tensor
 from meshwright.trainers.experiment.step_programs import StepPrograms

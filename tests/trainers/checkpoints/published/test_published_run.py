@@ -76,5 +76,5 @@ def test_an_example_has_the_published_size_and_form(name, family, size):
     experiment, _ = build_experiment([str(EXAMPLES / f"{name}.gin")], [])
     model, kind = Model.of(experiment.task), FAMILIES[family]
     assert kind.problems(model, kind.config(model)) == []
-    tensors = tensors_of(kind, model)
+    tensors = tensors_of(kind.mapping, model)
     assert sum(math.prod(tensor.shape) for tensor in tensors) == size

@@ -14,8 +14,8 @@ from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.modeling.recompute import Saved
 from meshwright.layers.basic.entries import read, write
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
-from meshwright.layers.stacks.stages import Stages
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.stages import Stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

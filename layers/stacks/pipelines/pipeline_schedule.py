@@ -80,10 +80,20 @@ class PipelineSchedule(Checked):
         started = self._since_start() >= 0
         return started & (self.microbatch < self.num_microbatches)
 
+    def in_a_row(self, layers: int) -> int:
+        """K, of so many layers: how many a stage runs in an iteration."""
+        return -(-layers // (self.num_stages * self.num_repeats))
+
     def first_layer(self, in_a_row: int) -> np.ndarray:
         """int32 [iterations, L]: number of the first of `in_a_row` layers."""
         stage = np.arange(self.num_stages, dtype=np.int32)
         return (self.repeat * self.num_stages + stage) * np.int32(in_a_row)
+
+    def numbers(self, in_a_row: int) -> np.ndarray:
+        """int [L, Q]: numbers of the layers of each stage, `in_a_row` of them each."""
+        shape = (self.num_repeats, self.num_stages, in_a_row)
+        numbers = np.arange(np.prod(shape)).reshape(shape)
+        return numbers.swapaxes(0, 1).reshape(self.num_stages, -1)
 
     @property
     def takes_input(self) -> np.ndarray:

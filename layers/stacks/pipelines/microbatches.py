@@ -21,6 +21,8 @@ class Microbatches:
 
     So each device has rows of every microbatch, and these stay in place: the rows of a
     batch that the same axes split, perhaps followed by others, move to no other device.
+    Where microbatches do not divide the batch, the last ones' last row is a copy of the
+    batch's first, which is left out of what comes back.
 
     Args:
       plan: its activations table says how a microbatch is split, as "batch".
@@ -34,6 +36,16 @@ class Microbatches:
     count: int
     path: str
 
+    @property
+    def rows(self) -> int:
+        """U."""
+        return -(-self.batch // self.count)
+
+    @property
+    def missing(self) -> int:
+        """How many rows the microbatches have more than the batch."""
+        return self.rows * self.count - self.batch
+
     def divide(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """[B, ...] as [count, U, ...].
 
@@ -46,31 +58,25 @@ class Microbatches:
         """The reverse of `divide`."""
         # Annotated before too: so loops keep the gradient replicated along the stages.
         tensors = [self._split(_swap(self._split(t, 1)), 0) for t in tensors]
-        return [tf.reshape(t, [self.batch, *t.shape[2:]]) for t in tensors]
+        joined = (tf.reshape(t, [-1, *t.shape[2:]]) for t in tensors)
+        return [t[: self.batch] if self.missing else t for t in joined]
 
     def spec(self, tensor: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
         """The spec [U, ...] of a tensor [B, ...].
 
         Raises:
-          ValueError: the tensor has no dim B, or microbatches do not divide it.
+          ValueError: the tensor has no dim B.
         """
         if tensor.shape.rank == 0 or tensor.shape[0] != self.batch:
             raise ValueError(
                 f"layer {self.path!r}: a pipeline divides its inputs by rows, but one "
                 f"has shape {tensor.shape} where the batch is {self.batch}"
             )
-        if self.batch % self.count:
-            raise ValueError(
-                f"layer {self.path!r}: a batch of {self.batch} does not divide into "
-                f"{self.count} microbatches: change the global batch or "
-                "Pipeline.num_microbatches"
-            )
-        rows = self.batch // self.count
-        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+        return tf.TensorSpec([self.rows, *tensor.shape[1:]], tensor.dtype)
 
     def check_split(self) -> None:
         """Raises ValueError: a microbatch's rows do not divide over the devices."""
-        rows = self.batch // self.count
+        rows = self.rows
         (axes,) = self.plan.activation_sharding(["batch"], self.path).dims
         devices = self.plan.mesh.axes_size(axes)
         if rows % devices:
@@ -83,6 +89,9 @@ class Microbatches:
 
     def _divide(self, tensor: tf.Tensor) -> tf.Tensor:
         rows, *rest = self.spec(tensor).shape
+        if self.missing:
+            more = tf.broadcast_to(tensor[:1], [self.missing, *rest])
+            tensor = tf.concat([self._split(tensor, 0), more], axis=0)
         tensor = tf.reshape(self._split(tensor, 0), [rows, self.count, *rest])
         return self._split(_swap(self._split(tensor, 0)), 1)
 

@@ -79,17 +79,18 @@ class Stages:
         self,
         fn: Callable[..., Sequence[tf.Tensor]],
         stacked: Sequence[tf.Tensor],
+        common: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor]:
-        """`fn` applied to every stage's entries, stacked."""
+        """`fn` of every stage's entries and then what is common to all, stacked."""
         if self.mode is StageMode.VECTORIZED:
-            return _vectorized(fn, stacked)
+            return _vectorized(lambda *entries: fn(*entries, *common), stacked)
 
-        def on_device(stacked, _):
+        def on_device(stacked, common):
             if stacked[0].shape[0] > 1:
-                return _vectorized(fn, stacked)
-            return [t[None] for t in fn(*(t[0] for t in stacked))]
+                return _vectorized(lambda *entries: fn(*entries, *common), stacked)
+            return [t[None] for t in fn(*(t[0] for t in stacked), *common)]
 
-        return self._locally(on_device, stacked)
+        return self._locally(on_device, stacked, common)
 
     def read(
         self, stack: tf.Tensor, slot: tf.Tensor, sharding: Sharding | None = None
@@ -111,6 +112,19 @@ class Stages:
     def entry(self, table: np.ndarray, t: tf.Tensor) -> tf.Tensor:
         """The entry `t` of a table [iterations, L]: [L], split by stage."""
         return self.annotate(read(tf.constant(table), t, dim=0))
+
+    def where(
+        self,
+        mask: tf.Tensor,
+        values: Sequence[tf.Tensor],
+        others: Sequence[tf.Tensor] | None = None,
+    ) -> list[tf.Tensor]:
+        """Stacked `values` of stages of the mask, bool [L]; else `others`, or 0."""
+        others = [tf.zeros_like(v) for v in values] if others is None else others
+        return [
+            tf.where(tf.reshape(mask, [-1] + [1] * (v.shape.rank - 1)), v, other)
+            for v, other in zip(values, others, strict=True)
+        ]
 
     def write(
         self,

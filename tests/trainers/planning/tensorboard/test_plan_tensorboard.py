@@ -1,5 +1,7 @@
 """A plan in TensorBoard, as its server reads the files."""
 
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -8,7 +10,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 )
 from tensorboard.util import tensor_util
 
-from meshwright.trainers.planning import plan_plots, plan_tensorboard
+from meshwright.trainers.planning import plan_plots
+from meshwright.trainers.planning.tensorboard import plan_tensorboard
 from tests.trainers.planning.test_plan_page import (
     TOPOLOGIES,
     left_alone,
@@ -17,6 +20,7 @@ from tests.trainers.planning.test_plan_page import (
     update,
     with_updates,
 )
+from tests.trainers.small_run import small_programs
 
 
 def read(folder):
@@ -91,15 +95,20 @@ def test_weight_updates(planned):  # noqa: F811
 
 
 def test_a_plan_takes_the_place_of_an_earlier_one(planned, tmp_path):  # noqa: F811
-    document = planned("cpu").document
-    plan_tensorboard.write(document, str(tmp_path))
-    plan_tensorboard.write(document | {"peak_bytes": 1000}, str(tmp_path))
+    document, traced = planned("cpu").document, small_programs().traced_main
+    plan_tensorboard.write(document, str(tmp_path), traced)
+    plan_tensorboard.write(document | {"peak_bytes": 1000}, str(tmp_path), traced)
     scalars, images = read(tmp_path / "plan")
     assert scalars["peak_bytes"] == 1000
     assert len(images) == 4
+    files = tmp_path / "plan" / "meshwright"
+    assert json.loads((files / "plan.json").read_text())["peak_bytes"] == 1000
+    assert "stack.feed_forward" in (files / "program.html").read_text()
 
 
 def test_a_folder_that_cannot_be_written(planned, tmp_path):  # noqa: F811
     (tmp_path / "plan").write_text("a file")
     with pytest.raises(OSError, match="cannot write summaries to .*another --log_dir"):
-        plan_tensorboard.write(planned("cpu").document, str(tmp_path))
+        plan_tensorboard.write(
+            planned("cpu").document, str(tmp_path), small_programs().traced_main
+        )

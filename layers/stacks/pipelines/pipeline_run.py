@@ -7,10 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import STAGE_DIM, Context, WeightSpec
 from meshwright.framework.modeling.recompute import Saved
 from meshwright.framework.nested_map import NestedMap
@@ -18,9 +16,15 @@ from meshwright.framework.sharding.annotations import OnConflict, annotate
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import reshard_to
 from meshwright.framework.sharding.vectorize import vectorize
-from meshwright.layers.basic.entries import read, write
-from meshwright.layers.stacks.microbatches import Microbatches
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.basic.entries import write
+from meshwright.layers.stacks.pipelines.microbatches import Microbatches
+from meshwright.layers.stacks.pipelines.pipeline_loop import (
+    PipelineLoop,
+    by_stage_and_layer,
+)
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.stage_stores import StageStores
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.stacked_body import (
     Constants,
@@ -28,11 +32,9 @@ from meshwright.layers.stacks.stacked_body import (
     divide,
     specs_of,
 )
-from meshwright.layers.stacks.stage_stores import StageStores
-from meshwright.layers.stacks.stages import StageMode, Stages
 
 
-class PipelineRun:
+class PipelineRun(PipelineLoop):
     """One call of a `Pipeline`; the arguments are its fields, and those of its `fprop`.
 
     `flat` is always [*x, *weights, *shared], x and shared by microbatch. The results
@@ -51,18 +53,7 @@ class PipelineRun:
         stage_mode: StageMode,
         deferred: Sequence[str],
     ):
-        self.ctx, self.schedule = ctx, schedule
-        self.stages = Stages(
-            mesh=ctx.plan.mesh,
-            axes=ctx.plan.weight_sharding([STAGE_DIM]).dims[0],
-            count=schedule.num_stages,
-            mode=stage_mode,
-        )
-        # Q and K.
-        self.layers_of_stage = stack.count // schedule.num_stages
-        self.in_a_row = self.layers_of_stage // schedule.num_repeats
-        self.circular = schedule.num_repeats > 1
-        self.plan = ctx.plan.inside_pipeline(self.stages.axes)
+        super().__init__(schedule, ctx, count=stack.count, stage_mode=stage_mode)
         self.microbatches = Microbatches(
             plan=self.plan,
             batch=tf.nest.flatten(x)[0].shape[0],
@@ -88,6 +79,7 @@ class PipelineRun:
             annotates_gradients=stage_mode is StageMode.MANUAL,
             deferred=deferred,
         )
+        self._check_rows()
         self.split = self.body.split
         self.deferred = self.split.deferred
         self.is_deferred = (
@@ -102,15 +94,25 @@ class PipelineRun:
             by_layer=self.deferred is not None,
         )
         self.weights = self.body.specs.map(
-            lambda spec: spec.stacked(self.layers_of_stage).stacked(
-                schedule.num_stages, STAGE_DIM
+            lambda spec: by_stage_and_layer(
+                spec, schedule.num_stages, self.layers_of_stage
             )
         )
-        self.shardings = [
-            spec.sharding(ctx.plan, path) for path, spec in self.weights.items_by_path()
-        ]
+        self.weight_shardings = self.shardings(self.weights)
         tokens = self.plan.activation_sharding(["batch", "stream"], ctx.path).dims
         self.token_axes = [axis for axes in tokens for axis in axes]
+
+    def _check_rows(self) -> None:
+        """Raises ValueError: there are rows of nothing, which results would have."""
+        of_rows = [f"aux.{path}" for path in self.body.aux_paths]
+        of_rows += [p for p, s in self.body.specs.items_by_path() if s.is_statistic]
+        if self.microbatches.missing and of_rows:
+            raise ValueError(
+                f"layer {self.ctx.path!r}: a batch of {self.microbatches.batch} does "
+                f"not divide into {self.microbatches.count} microbatches, and layers "
+                f"compute {', '.join(of_rows)} of all rows of a microbatch: change the "
+                "global batch or Pipeline.num_microbatches"
+            )
 
     def mean_losses(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Side results, sums over microbatches, but of losses their mean."""
@@ -131,46 +133,14 @@ class PipelineRun:
             if number in factors or self.split.reads[number]
         ]
 
-    # What an iteration reads.
-
-    def _scalar(self, table: np.ndarray, t: tf.Tensor) -> tf.Tensor:
-        return read(tf.constant(table), t, dim=0)
-
-    def _microbatch(self, t: tf.Tensor) -> tf.Tensor:
-        """int32 [L], a valid microbatch in bubbles too."""
-        last = self.schedule.num_microbatches - 1
-        return self.stages.entry(np.minimum(self.schedule.microbatch, last), t)
-
-    def _slot(self, t: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
-        """The number of a stage's layer: a scalar for all, or one for each stage."""
-        if not self.circular:
-            return j
-        return self.stages.entry(self.schedule.repeat, t) * self.in_a_row + j
-
     def _arguments(self, t, j, x, stacks, constants) -> list[tf.Tensor]:
-        slot = self._slot(t, j)
-        pairs = zip(stacks, self.shardings, strict=True)
-        weights = [self.stages.read(stack, slot, like) for stack, like in pairs]
-        arguments = [*x, *weights, *constants]
-        if self.ctx.key is None:
-            return arguments
-        first = self.stages.entry(self.schedule.first_layer(self.in_a_row), t)
-        keys = random.fold_in(self.ctx.key, first + j)
-        return [*arguments, tf.transpose(random.fold_in(keys, self._microbatch(t)))]
+        weights = self.layer_weights(stacks, self.weight_shardings, t, j)
+        return [*x, *weights, *constants, *self.keys(t, j)]
 
     def _constants(self, t, shared) -> list[tf.Tensor]:
         """The constants of each stage's microbatch."""
-        microbatch = self._microbatch(t)
+        microbatch = self.microbatch(t)
         return [self.stages.pick(c, microbatch) for c in (*shared, *self.fixed)]
-
-    def _in_valid(self, t, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Stacked `values`, 0 in bubbles."""
-        valid = self.stages.entry(self.schedule.valid, t)
-        masks = (tf.reshape(valid, [-1] + [1] * (v.shape.rank - 1)) for v in values)
-        return [
-            tf.where(mask, v, tf.zeros_like(v))
-            for mask, v in zip(masks, values, strict=True)
-        ]
 
     def _weights(
         self, specs: NestedMap, *, deferred: bool
@@ -224,15 +194,7 @@ class PipelineRun:
 
         def iterate(t, *state):
             x, outs, aux, kept = divide(state, counts)
-            x = [
-                self.stages.shift(
-                    tensor,
-                    self._read_microbatch(micro, t, stage=0),
-                    self._scalar(self.schedule.takes_input, t),
-                    circular=self.circular,
-                )
-                for tensor, micro in zip(x, inputs, strict=True)
-            ]
+            x = self.shifted(t, x, inputs)
             constants = self._constants(t, shared)
 
             def layer(j, *state):
@@ -240,26 +202,23 @@ class PipelineRun:
                 arguments = self._arguments(t, j, x, stacks, constants)
                 y = self.stages.run(self.split.forward, arguments)
                 y, new_aux, saved = self.body.divide_results(y)
-                slot = self._slot(t, j)
-                aux = self._add(aux, self._in_valid(t, new_aux), slot)
+                y = self.of_layers(t, j, y, x)
+                new_aux = self.of_layers(t, j, self.in_valid(t, new_aux))
+                aux = self._add(aux, new_aux, self.slot(t, j))
                 if keep:
                     values = [*x, *saved]
                     kept = self.stores.write(kept, values, self.body.kept, t, j)
                 return [j + 1, *self._annotated(y), *aux, *kept]
 
-            x, aux, kept = divide(self._layers(layer, [*x, *aux, *kept]), counts[1:])
-            outs = self._write_microbatch(outs, x, t, stage=-1)
+            x, aux, kept = divide(self.layers(layer, [*x, *aux, *kept]), counts[1:])
+            outs = self.write_microbatch(outs, x, t, stage=-1)
             return [t + 1, *x, *outs, *aux, *kept]
 
-        # Bubbles compute on a real microbatch: zeros might give NaN.
-        start = [
-            tf.broadcast_to(x[:1], [self.stages.count, *x.shape[1:]]) for x in inputs
-        ]
-        final = self._iterations(
+        final = self.iterations(
             iterate,
             [
-                *self._annotated(start),
-                *self._buffers(inputs),
+                *self._annotated(self.start(inputs)),
+                *self._annotated(self.buffers(inputs)),
                 *self._aux_stacks(),
                 *(self.stores.zeros(self.body.kept) if keep else ()),
             ],
@@ -308,29 +267,32 @@ class PipelineRun:
                 dx, dstacks, dshared, made = divide(state, counts[1:])
                 before = self.stores.read(kept, self.body.kept, t, j)
                 arguments = self._arguments(t, j, before[:n], stacks, constants)
-                slot = self._slot(t, j)
-                dout = self._in_valid(t, [self.stages.read(d, slot) for d in daux])
+                slot = self.slot(t, j)
+                dout = self.in_valid(t, [self.stages.read(d, slot) for d in daux])
                 grads = self.stages.run(backward, [*arguments, *before[n:], *dx, *dout])
-                dx, dweights, more, factors = divide(grads, counts[1:])
+                before, dx = dx, grads[:n]
+                dx = self.of_layers(t, j, dx, before)
+                dweights, more, factors = divide(grads[n:], counts[2:])
+                more = self.of_layers(t, j, more)
                 if self.stores.by_layer:
-                    more = self._in_valid(t, more)
+                    more = self.in_valid(t, more)
                 dstacks = self._add_weights(t, j, dstacks, dweights)
-                dshared = self._add(dshared, more, self._microbatch(t))
+                dshared = self._add(dshared, more, self.microbatch(t))
                 made = self.stores.write(made, factors, new, t, j)
                 return [i + 1, *self._annotated(dx), *dstacks, *dshared, *made]
 
             dstacks, dshared, made = sums
-            state = self._layers(layer, [*dx, *dstacks, *dshared, *made])
+            state = self.layers(layer, [*dx, *dstacks, *dshared, *made])
             dx, *sums = divide(state, counts[1:])
-            dinputs = self._write_microbatch(dinputs, dx, t, stage=0)
+            dinputs = self.write_microbatch(dinputs, dx, t, stage=0)
             return [i + 1, *dx, *dinputs, *(each for some in sums for each in some)]
 
         zeros = [tf.zeros([self.stages.count, *t.shape[1:]], t.dtype) for t in dy]
-        final = self._iterations(
+        final = self.iterations(
             iterate,
             [
                 *self._annotated(zeros),
-                *self._buffers(inputs),
+                *self._annotated(self.buffers(inputs)),
                 *self._zero_stacks(deferred=False),
                 *self._zero_shared(shared),
                 *self.stores.zeros(new),
@@ -347,11 +309,11 @@ class PipelineRun:
 
     def _shift_back(self, t, dx, dy) -> list[tf.Tensor]:
         """Gradients of the stages' outputs, of those of their inputs later on."""
-        gives = self._scalar(self.schedule.gives_output, t)
-        comes_round = self._scalar(self.schedule.comes_round, t)
+        gives = self.scalar(self.schedule.gives_output, t)
+        comes_round = self.scalar(self.schedule.comes_round, t)
         shifted = []
         for tensor, outside in zip(dx, dy, strict=True):
-            last = self._read_microbatch(outside, t, stage=-1)
+            last = self.read_microbatch(outside, t, stage=-1)
             last = tf.where(gives, last, tf.zeros_like(last))
             shifted.append(
                 self.stages.shift_back(
@@ -373,9 +335,13 @@ class PipelineRun:
             gradients = self._unreduced_gradients(
                 self.stages.run(of_stage, factors), deferred=True
             )
+            if not self.is_even:
+                gradients = self.stages.where(self.stages.entry(real, q), gradients)
             pairs = zip(dstacks, gradients, strict=True)
             return [q + 1, *(write(stack, g, q, dim=1) for stack, g in pairs)]
 
+        numbers = self.schedule.numbers(self.in_a_row)
+        real = self.count > numbers.T
         start = [tf.constant(0), *self._zero_stacks(deferred=True)]
         count = self.layers_of_stage
         return list(tf.while_loop(lambda q, *_: q < count, layer, start)[1:])
@@ -383,7 +349,7 @@ class PipelineRun:
     def _add_weights(self, t, j, dstacks, dweights) -> list[tf.Tensor]:
         """Gradients of weights with those of a layer and iteration added."""
         dweights = [
-            self._in_valid(t, [value / self.microbatches.count])[0]
+            self.in_valid(t, [value / self.microbatches.count])[0]
             if spec.is_statistic
             else value
             for (_, spec), value in zip(
@@ -391,13 +357,14 @@ class PipelineRun:
             )
         ]
         dweights = self._unreduced_gradients(dweights, deferred=False)
+        dweights = self.of_layers(t, j, dweights)
         if self.stores.by_layer:
             # What bubbles read is of another layer and microbatch than their weights
             # and masks: their gradients may be NaN.
-            dweights = self._in_valid(t, dweights)
-        slot = self._slot(t, j)
+            dweights = self.in_valid(t, dweights)
+        slot = self.slot(t, j)
         slots = [
-            self._scalar(rounds, t) * self.in_a_row + j
+            self.scalar(rounds, t) * self.in_a_row + j
             for rounds in self.schedule.rounds
         ]
         added = []
@@ -415,47 +382,10 @@ class PipelineRun:
         pairs = zip(stacks, values, strict=True)
         return [self.stages.add(stack, value, slot) for stack, value in pairs]
 
-    def _iterations(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        count = self.schedule.iterations
-        start = [tf.constant(0), *state]
-        return list(tf.while_loop(lambda t, *_: t < count, body, start)[1:])
-
-    def _layers(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """`state` after the K layers that a stage has in a row."""
-        start = [tf.constant(0), *state]
-        if self.in_a_row == 1:
-            return list(body(*start)[1:])
-        return list(tf.while_loop(lambda j, *_: j < self.in_a_row, body, start)[1:])
-
-    def _read_microbatch(self, table, t, *, stage: int) -> tf.Tensor:
-        """The stage's entry of [microbatches, ...]; any entry in a bubble."""
-        last = self.schedule.num_microbatches - 1
-        numbers = np.minimum(self.schedule.microbatch[:, stage], last)
-        return read(table, self._scalar(numbers, t), dim=0)
-
-    def _write_microbatch(self, buffers, x, t, *, stage: int) -> list[tf.Tensor]:
-        """`x` [L, ...] written at the microbatch of `stage`, whose entry will be read.
-
-        Entries of another stage's microbatch, or of a bubble, are overwritten later.
-        """
-        numbers = np.minimum(
-            self.schedule.microbatch[:, stage], self.schedule.slots - 1
-        )
-        at = self._scalar(numbers, t)
-        return [
-            write(b, tensor, at, dim=1) for b, tensor in zip(buffers, x, strict=True)
-        ]
-
     def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Stacked `x` annotated as the body annotates its output."""
         outputs = self.body.outputs
         return [self.stages.annotate(*pair) for pair in zip(x, outputs, strict=True)]
-
-    def _buffers(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Buffers for x [..., U, ...] of each stage and microbatch."""
-        lead = [self.stages.count, self.schedule.slots]
-        zeros = [tf.zeros([*lead, *x.shape[1:]], x.dtype) for x in inputs]
-        return self._annotated(zeros)
 
     def _aux_stacks(self) -> list[tf.Tensor]:
         lead = [self.stages.count, self.layers_of_stage]

@@ -13,6 +13,9 @@ the stage dim is split by the stage axis, that is one CollectivePermute.
 Each device sums dtheta over its own rows of all microbatches; devices add up the sums
 once, after the loop.
 
+Where stages and rounds do not divide the layers, the last layers are none: they have
+weights, which nothing reads, and pass on what they get.
+
 Layer numbers go on from stage to stage, K at a time: layer (r * L + s) * K + j is
 number r * K + j of stage s, r being the round of a circular pipeline.
 """
@@ -20,19 +23,30 @@ number r * K + j of stage s, r being the round of a circular pipeline.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import gin
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import instance
-from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
+from meshwright.framework.modeling.layer import Context, Layer, Mode
+from meshwright.framework.modeling.shapes import take_rows
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks.pipeline_run import PipelineRun
-from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_decoding import (
+    ROWS_DIM,
+    PipelineDecoding,
+    by_entry,
+)
+from meshwright.layers.stacks.pipelines.pipeline_loop import (
+    by_stage_and_layer,
+    stage_axes,
+)
+from meshwright.layers.stacks.pipelines.pipeline_run import PipelineRun
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stacked_body import (
     SavedForBackward,
@@ -41,7 +55,6 @@ from meshwright.layers.stacks.stacked_body import (
     divide,
     specs_of,
 )
-from meshwright.layers.stacks.stages import StageMode
 
 
 @gin.register
@@ -67,9 +80,8 @@ class Pipeline(Layer):
         until then.
 
     Raises:
-      ValueError: stages and repeats do not divide the layers; a number below 1; an
-        unrolled stack; an expression that fits no weight, or when the layers are
-        traced, none whose gradient is a product.
+      ValueError: a number below 1; an unrolled stack; an expression that fits no
+        weight, or when the layers are traced, none whose gradient is a product.
     """
 
     stack: Repeat = instance(example="@Repeat()")
@@ -81,16 +93,7 @@ class Pipeline(Layer):
 
     def __post_init__(self):
         super().__post_init__()
-        parts = self.schedule.num_stages * self.num_repeats
-        if self.stack.count % parts:
-            depth = self.stack.body.depth
-            what = "layers" if depth == 1 else f"times {depth} layers"
-            raise ValueError(
-                f"Pipeline: {self.stack.count} {what} do not divide into "
-                f"{self.num_stages} stages with {self.num_repeats} repeats: change "
-                f"Repeat.num_layers to a multiple of {parts * depth}, or num_stages or "
-                "num_repeats"
-            )
+        _ = self.schedule  # It checks the numbers.
         if self.stack.unroll is not Unroll.LOOP:
             raise ValueError(
                 f"Pipeline.stack has {self.stack.unroll}: a pipeline is a loop, set "
@@ -114,18 +117,22 @@ class Pipeline(Layer):
 
     @property
     def layers_of_stage(self) -> int:
-        """Q."""
-        return self.stack.count // self.num_stages
+        """Q; where stages and repeats do not divide the layers, the last are none."""
+        return self.schedule.in_a_row(self.stack.count) * self.num_repeats
 
     def weights(self) -> NestedMap:
         return self.stack.body.weights().map(self.stacked)
 
     def stacked(self, spec):
         """The spec of a layer's weight, stacked by stage and layer."""
-        return spec.stacked(self.layers_of_stage).stacked(self.num_stages, STAGE_DIM)
+        return by_stage_and_layer(spec, self.num_stages, self.layers_of_stage)
 
     def extra_flops(self, sequence_length: int) -> float:
-        return self.stack.extra_flops(sequence_length)
+        # Layers that are none have weights too.
+        none = self.num_stages * self.layers_of_stage - self.stack.count
+        specs = self.stack.body.weights().leaves()
+        size = sum(spec.size for spec in specs if spec.is_matrix)
+        return self.stack.extra_flops(sequence_length) - 2.0 * none * size
 
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
         """Runs the stack.
@@ -143,8 +150,9 @@ class Pipeline(Layer):
           mean, others their sums.
 
         Raises:
-          ValueError: microbatches do not divide the batch, a tensor has another batch;
-            the stage axis is used inside, or does not divide the stages; see `Repeat`.
+          ValueError: a tensor has another batch; microbatches do not divide the batch,
+            and layers have side results or statistics of its rows; the stage axis is
+            used inside, or does not divide the stages; see `Repeat`.
         """
         if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
             return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
@@ -158,41 +166,133 @@ class Pipeline(Layer):
         else:
             outputs = tf.custom_gradient(run.with_gradient)(*flat)
         x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
-        aux = [
-            _by_layer(each, repeats=self.num_repeats) for each in run.mean_losses(aux)
-        ]
+        aux = [self._by_layer(each) for each in run.mean_losses(aux)]
         return run.body.result(run.microbatches.join(x), aux)
 
-    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """See `Repeat.init_cache`."""
-        return self.stack.init_cache(ctx, batch, length)
+    def init_cache(
+        self, ctx: Context, batch: int | tf.Tensor, length: int
+    ) -> NestedMap:
+        """The body's cache, by stage, layer and group of rows: see `cache_rows`.
+
+        Groups are as many as stages, or fewer if so many do not divide the batch, or
+        leave devices of a microbatch's axes without rows.
+        """
+        decoding = self._decoding(ctx, batch)
+        if decoding is not None:
+            return decoding.init_cache(batch, length)
+        return _as_staged(self.stack.init_cache(ctx, batch, length))
 
     def encode_memory(
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
-        """See `Repeat.encode_memory`."""
-        return self.stack.encode_memory(ctx, self.plain_weights(theta), memory)
-
-    def step(self, ctx: Context, theta: NestedMap, x: tf.Tensor, *args, **inputs):
-        """See `Repeat.step`: one token passes the layers one after another.
-
-        For that, all stages' devices get the layers' weights.
-        """
+        """The body's cache for each layer's weights, as `init_cache` has it."""
+        decoding = self._decoding(ctx, memory.shape[0])
+        if decoding is not None:
+            return decoding.encode_memory(theta, memory)
         theta = self.plain_weights(theta)
-        return self.stack.step(ctx, theta, x, *args, **inputs)
+        return _as_staged(self.stack.encode_memory(ctx, theta, memory))
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: int | tf.Tensor,
+        *,
+        memory: NestedMap | None = None,
+        **inputs: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """One more token, or the first S, through all stages.
+
+        Each stage keeps its weights and caches, and groups of rows travel. Where the
+        mesh does not split the stages, all rows go through one layer after another.
+        See `TransformerLayer.step`; what comes by rows comes in the order of `x`.
+
+        Raises:
+          ValueError: rows do not divide into the groups that the cache has.
+        """
+        decoding = self._decoding(ctx, x.shape[0], cache)
+        if decoding is not None:
+            return decoding.step(theta, x, cache, position, memory, inputs)
+        y, cache = self.stack.step(
+            ctx,
+            self.plain_weights(theta),
+            x,
+            _as_plain(cache),
+            position,
+            memory=memory and _as_plain(memory),
+            **inputs,
+        )
+        return y, _as_staged(cache)
+
+    def take_rows(self, cache: NestedMap, beam: tf.Tensor) -> NestedMap:
+        """`cache` with rows in another order; see `cache_rows.reordered`."""
+
+        def taken(t):
+            if t.shape[0] == 1:  # It is `_as_staged`.
+                return take_rows(t, beam, ROWS_DIM)
+            rows, beams = t.shape[ROWS_DIM] // beam.shape[1], beam.shape[1]
+            groups = tf.reshape(beam, [-1, rows, beams])
+            schedule = self._decoding_schedule(groups.shape[0])
+            numbers = np.minimum(schedule.microbatch, groups.shape[0] - 1)
+            by_stage = tf.gather(groups, by_entry(schedule, numbers).T)
+            return take_rows(t, by_stage[:, None], ROWS_DIM)
+
+        return cache.map(taken)
+
+    def _decoding_schedule(self, groups: int) -> PipelineSchedule:
+        return dataclasses.replace(self.schedule, num_microbatches=groups)
+
+    def _decoding(
+        self,
+        ctx: Context,
+        rows: int | tf.Tensor | None,
+        cache: NestedMap | None = None,
+    ) -> PipelineDecoding | None:
+        """None where nothing splits the stages: so it is with rows of any number."""
+        axes = stage_axes(ctx)
+        if ctx.plan.mesh.axes_size(axes) == 1:
+            return None
+        if cache:
+            groups = max(rows // cache.leaves()[0].shape[ROWS_DIM], 1)
+        else:
+            inside = ctx.plan.inside_pipeline(axes)
+            (batch,) = inside.activation_sharding(["batch"], ctx.path).dims
+            devices = inside.mesh.axes_size(batch)
+            divisors = (n for n in range(self.num_stages, 1, -1) if rows % n == 0)
+            groups = next((n for n in divisors if rows // n % devices == 0), 1)
+        return PipelineDecoding(
+            self.stack,
+            self._decoding_schedule(groups),
+            ctx,
+            stage_mode=self.stage_mode,
+        )
 
     def plain_weights(self, theta: NestedMap) -> NestedMap:
         """Weights, or anything else by stage and layer, as the `Repeat` has them."""
-        return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
+        return theta.map(self._by_layer)
 
     def by_stage(self, stack: tf.Tensor) -> tf.Tensor:
         """A stack in the order of layer numbers as this layer has it, [L, Q, ...]."""
-        repeats, rest = self.num_repeats, stack.shape[1:]
-        in_a_row = self.layers_of_stage // repeats
-        stack = tf.reshape(stack, [repeats, self.num_stages, in_a_row, *rest])
-        order = [1, 0, 2, *range(3, stack.shape.rank)]
+        repeats, (count, *rest) = self.num_repeats, stack.shape
         lead = [self.num_stages, self.layers_of_stage]
+        none = lead[0] * lead[1] - count
+        if none:
+            zeros = tf.zeros([none, *rest], stack.dtype)
+            stack = tf.concat([stack, zeros], axis=0)
+        stack = tf.reshape(stack, [repeats, lead[0], lead[1] // repeats, *rest])
+        order = [1, 0, 2, *range(3, stack.shape.rank)]
         return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
+
+    def _by_layer(self, stack: tf.Tensor) -> tf.Tensor:
+        """[L, Q, ...] in the order of layer numbers, as many as there are layers."""
+        stages, layers, *rest = stack.shape
+        repeats = self.num_repeats
+        stack = tf.reshape(stack, [stages, repeats, layers // repeats, *rest])
+        order = [1, 0, 2, *range(3, stack.shape.rank)]
+        stack = tf.reshape(tf.transpose(stack, order), [stages * layers, *rest])
+        return stack[: self.stack.count]
 
     def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
         """See `Repeat.saved`; with the gradients of the microbatches' inputs.
@@ -221,9 +321,10 @@ class Pipeline(Layer):
         )
 
 
-def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
-    """[L, Q, ...] in the order of layer numbers, [L * Q, ...]."""
-    stages, layers, *rest = stack.shape
-    stack = tf.reshape(stack, [stages, repeats, layers // repeats, *rest])
-    order = [1, 0, 2, *range(3, stack.shape.rank)]
-    return tf.reshape(tf.transpose(stack, order), [stages * layers, *rest])
+def _as_staged(cache: NestedMap) -> NestedMap:
+    """A `Repeat`'s cache, with as many dims as that of stages."""
+    return cache.map(lambda t: t[None, None])
+
+
+def _as_plain(cache: NestedMap) -> NestedMap:
+    return cache.map(lambda t: t[0, 0])

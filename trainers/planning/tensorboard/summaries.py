@@ -19,7 +19,6 @@ from meshwright.framework.compiler.xla.processes import (
     gather_from_processes,
     is_first_process,
 )
-from meshwright.trainers.training.saved_config import hyperparameters
 
 log = logging.getLogger("absl")
 
@@ -121,7 +120,7 @@ class Summaries:
 
     def heat_maps(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Matrices as pictures, in the images tab: darker is more."""
-        maps = {name: _heat_map(matrix) for name, matrix in values.items()}
+        maps = {name: heat_map(matrix) for name, matrix in values.items()}
         self.pictures(step, maps)
 
     def close(self) -> None:
@@ -169,19 +168,7 @@ def metric_tags(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def write_hyperparameters(model_dir: str, config: str) -> None:
-    """Writes a run's row of the HParams tab, from its operative gin configuration.
-
-    The row belongs to the folder above "train" and "eval", whose curves the tab shows
-    beside it. Of several rows of a folder the tab shows the first.
-    """
-    # The empty sub-folder is the run itself.
-    summaries = Summaries(model_dir, "")
-    with contextlib.closing(summaries):
-        summaries.hyperparameters(hyperparameters(config))
-
-
-def _heat_map(matrix: np.ndarray) -> np.ndarray:
+def heat_map(matrix: np.ndarray) -> np.ndarray:
     """uint8 [rows * c, columns * c, 3], from near white for 0 to dark blue.
 
     c is 16, or less where there are so many columns that it would be over 2048 wide.

@@ -20,9 +20,9 @@ from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import Axes, ShardingPlan, as_axes
-from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
-from meshwright.layers.stacks.stages import StageMode
 
 
 def pipeline(
@@ -59,8 +59,10 @@ def pipeline(
       x: nest of floating-point tensors [B, ...].
       mesh: the mesh of the program.
       stage_axis: the axis, or axes, that split the stages.
-      num_stages: the number of stages; times `num_repeats` it divides N.
-      num_microbatches: the number of microbatches; it divides B.
+      num_stages: the number of stages; times `num_repeats` it divides N, or the last
+        stages have layers that are none, whose weights are zeros.
+      num_microbatches: the number of microbatches; it divides B, or some have a row
+        more, which is none: that needs a `fn` without results on the side.
       num_repeats: how often a microbatch passes each stage; see `Pipeline`.
       batch_axes: the axes that split B, and the rows of a microbatch.
       weight_dims: for weights that other axes split too, by dotted path, the axes of
@@ -79,9 +81,10 @@ def pipeline(
       their sums.
 
     Raises:
-      ValueError: the sizes do not divide; weights of different N, or no weights; a path
-        in `weight_dims` that is none; `fn` returns something not like `x`, or reads
-        variables or tensors that it is not given; an op that cannot be vectorized.
+      ValueError: results on the side of rows that are none; weights of different N, or
+        no weights; a path in `weight_dims` that is none; `fn` returns something not
+        like `x`, or reads variables or tensors that it is not given; an op that cannot
+        be vectorized.
     """
     weights = NestedMap(weights).map(tf.convert_to_tensor)
     count = _count(weights)

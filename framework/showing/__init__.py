@@ -1,0 +1,1 @@
+"""Programs and arrays, drawn: a page of a program, shards on their devices."""

@@ -1,0 +1,192 @@
+// The tree of layers, with the tensors of one program or two, and what each sends.
+"use strict";
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const [FIRST, SECOND] = DATA.programs;
+const MESH = FIRST.mesh;
+
+function bytesText(size) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let value = size, unit = 0;
+  for (; value >= 999.5 && unit < units.length - 1; unit++) value /= 1024;
+  const digits = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
+  return `${value.toFixed(unit ? digits : 0)} ${units[unit]}`;
+}
+
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const alongText = (axes) => axes === null ? "in groups that no axes make"
+  : axes.length ? `along ${axes.join(", ")}` : "along no axis";
+
+// Of what XLA combined, each op has its share; of a loop, all of its trips.
+const sentBytes = (one) => Math.floor(one.bytes / one.shared) * (one.times ?? 1);
+
+/** What a tensor sends, by kind and axes: {kind, axes, sides: [[...], [...]], bytes}. */
+function sentAt(sides) {
+  const found = new Map();
+  sides.forEach((tensor, side) => {
+    for (const number of tensor?.sent ?? []) {
+      const one = DATA.programs[side].collectives[number];
+      const key = `${one.kind} ${alongText(one.axes)}`;
+      if (!found.has(key)) {
+        found.set(key, {key, kind: one.kind, axes: one.axes, sides: [[], []]});
+      }
+      found.get(key).sides[side].push(one);
+    }
+  });
+  for (const one of found.values()) {
+    one.bytes = one.sides.map((of) => sum(of.map(sentBytes)));
+    one.what = whatChanged(one.bytes);
+  }
+  return [...found.values()].sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
+}
+
+function whatChanged([before, after]) {
+  if (!SECOND || before === after) return "";
+  return before === 0 ? "came" : after === 0 ? "went" : after > before ? "grew" : "shrank";
+}
+
+function makeEntries() {
+  const byKey = new Map();
+  DATA.programs.forEach((program, side) => {
+    for (const tensor of program.tensors) {
+      if (!byKey.has(tensor.key)) byKey.set(tensor.key, [null, null]);
+      byKey.get(tensor.key)[side] = tensor;
+    }
+    if (program.elsewhere.length) {
+      const key = "no tensor";
+      if (!byKey.has(key)) byKey.set(key, [null, null]);
+      byKey.get(key)[side] = {key, kind: "elsewhere", name: "at no tensor of the program's",
+        layer: "", sent: program.elsewhere};
+    }
+  });
+  const differing = new Set(DATA.differing);
+  return [...byKey].map(([key, sides]) => {
+    const tensor = sides[0] ?? sides[1], sent = sentAt(sides);
+    const isOnly = Boolean(SECOND) && sides.includes(null);
+    return {
+      key, sides, tensor, sent, isOnly,
+      lies: differing.has(key) || isOnly,
+      differs: differing.has(key) || isOnly || sent.some((one) => one.what),
+    };
+  });
+}
+
+const ENTRIES = makeEntries();
+const BY_KEY = new Map(ENTRIES.map((entry) => [entry.key, entry]));
+const MOST_SENT = Math.max(1, ...ENTRIES.flatMap((e) => e.sent.flatMap((s) => s.bytes)));
+
+function pathOf(tensor) {
+  const heads = {argument: "arguments", result: "results", elsewhere: "elsewhere"};
+  if (tensor.kind in heads) {
+    return [heads[tensor.kind], ...tensor.name.split(".").slice(0, -1)];
+  }
+  return tensor.layer ? tensor.layer.split(".") : ["in no layer"];
+}
+
+function newNode(label, parent) {
+  return {label, parent, parts: new Map(), entries: [], open: false, shut: false};
+}
+
+function makeTree() {
+  const root = newNode("", null);
+  for (const entry of ENTRIES) {
+    let node = root;
+    for (const part of pathOf(entry.tensor)) {
+      if (!node.parts.has(part)) node.parts.set(part, newNode(part, node));
+      node = node.parts.get(part);
+    }
+    node.entries.push(entry);
+    entry.node = node;
+  }
+  join(root);
+  return root;
+}
+
+/** Joins a layer to its only part where it has nothing else, or to its only tensor. */
+function join(node) {
+  for (let [key, part] of [...node.parts]) {
+    if (node.parent && !part.parts.size && part.entries.length === 1) {
+      const [entry] = part.entries;  // TF's scope of a single op.
+      entry.scope = part.label;
+      entry.node = node;
+      node.entries.push(entry);
+      node.parts.delete(key);
+      continue;
+    }
+    while (!part.entries.length && part.parts.size === 1) {
+      const [only] = part.parts.values();
+      only.label = `${part.label}.${only.label}`;
+      only.parent = node;
+      part = only;
+    }
+    node.parts.set(key, part);
+    join(part);
+  }
+  const all = [...node.parts.values()];
+  node.count = node.entries.length + sum(all.map((p) => p.count));
+  node.differing = node.entries.filter((e) => e.differs).length
+    + sum(all.map((p) => p.differing));
+  node.bytes = [0, 1].map((side) => sum(all.map((p) => p.bytes[side]))
+    + sum(node.entries.flatMap((e) => e.sent.map((s) => s.bytes[side]))));
+}
+
+const TREE = makeTree();
+
+/** Opens layers, the outer ones first, while all rows fit on a screen. */
+function openSome(most) {
+  const isBorder = (node) => ["arguments", "results"].includes(node.label.split(".")[0]);
+  const nodes = [...TREE.parts.values()];
+  const left = nodes.filter((node) => !isBorder(node));
+  let count = nodes.length;
+  while (left.length) {
+    const node = left.shift();
+    const rows = node.parts.size + sum(node.entries.map((e) => 1 + e.sent.length));
+    if (count + rows <= most) {
+      node.open = true;
+      count += rows;
+      left.push(...node.parts.values());
+    }
+  }
+}
+
+/** All that a search looks at, in small letters. */
+function textOf(entry) {
+  if (entry.text === undefined) {
+    const tensors = entry.sides.filter(Boolean);
+    const sent = entry.sent.map((one) => [one.kind, alongText(one.axes),
+      ...one.bytes.filter(Boolean).map(bytesText)].join(" "));
+    const shown = tensors.map((t) => [t.key, t.name, t.layer, t.place, t.kind,
+      t.shape && `${t.dtype}[${t.shape.join(",")}]`, (t.dims ?? []).join(" "),
+      t.shape && shardingOf(entry.sides[0] === t ? 0 : 1, t).text].join(" "));
+    entry.text = [...shown, ...sent].join("\n").toLowerCase();
+  }
+  return entry.text;
+}
+
+const shardingOf = (side, tensor) => DATA.programs[side].shardings[tensor.sharding];
+
+/** The names, layers and lines that are most like a text. */
+function nearest(text, count = 4) {
+  const pairs = (word) => {
+    const found = new Map();
+    for (let i = 0; i + 1 < word.length; i++) {
+      const pair = word.slice(i, i + 2);
+      found.set(pair, (found.get(pair) ?? 0) + 1);
+    }
+    return found;
+  };
+  const asked = pairs(text.toLowerCase()), scored = new Map();
+  for (const entry of ENTRIES) {
+    for (const name of [entry.tensor.name, entry.tensor.layer, entry.tensor.place]) {
+      if (!name || scored.has(name)) continue;
+      let alike = 0;
+      for (const [pair, n] of pairs(name.toLowerCase())) {
+        alike += Math.min(n, asked.get(pair) ?? 0);
+      }
+      const size = Math.max(1, name.length + text.length - 2);
+      scored.set(name, 2 * alike / size);
+    }
+  }
+  return [...scored].filter(([, score]) => score > 0.25)
+    .sort((a, b) => b[1] - a[1]).slice(0, count).map(([name]) => name);
+}

@@ -1,0 +1,48 @@
+"""What a run leaves of its program, beside its events: its plan and its page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.program import TracedProgram
+from meshwright.framework.showing.page import page_text
+
+log = logging.getLogger("absl")
+
+FOLDER, PLAN, PAGE = "meshwright", "plan.json", "program.html"
+
+
+def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
+    """Writes both files, from which the plugin for TensorBoard shows the program.
+
+    The page is by propagation alone. There is none for a mesh of one device.
+
+    Args:
+      run: folder of the run, in which `FOLDER` is made.
+      document: the result of `plan_document.document`.
+      traced: the program.
+
+    Raises:
+      OSError: the files cannot be written.
+    """
+    folder = os.path.join(run, FOLDER)
+    texts = {PLAN: json.dumps(document)}
+    if traced.written.mesh.size > 1:
+        try:
+            texts[PAGE] = page_text(traced)
+        except LoweringError as error:
+            log.warning("there is no page of the program: %s", error)
+    try:
+        tf.io.gfile.makedirs(folder)
+        for name, text in texts.items():
+            with tf.io.gfile.GFile(os.path.join(folder, name), "w") as file:
+                file.write(text)
+    except tf.errors.OpError as error:
+        raise OSError(f"cannot write to {folder} ({error}): free some space") from error
