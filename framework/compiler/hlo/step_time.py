@@ -1,11 +1,13 @@
 """How long a step of a TPU program takes, without a TPU.
 
 Ops take the cycles that the compiler itself estimated for them, times the trips of the
-loops around them, and fused kernels those of libtpu's schedule (`splash.py`). For
-collectives there is no estimate: they take the bytes that the busiest link has to carry
-(`torus.py`) over the bandwidth that a link reaches, and no less than the latency of the
-links on the way (`network.py`). XLA for TPU v3 and before runs ops one after the other;
-where a collective has a start and an end, the ops between them hide it.
+loops around them, and fused kernels those of libtpu's schedule (`splash.py`). Gathers
+and scatters of rows, which have none, take as long as memory needs for what they hold
+in VMEM, mostly the table. For collectives there is no estimate: they take the bytes
+that the busiest link has to carry (`torus.py`) over the bandwidth that a link reaches,
+and no less than the latency of the links on the way (`network.py`). XLA for TPU v3 and
+before runs ops one after the other; where a collective has a start and an end, the ops
+between them hide it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,13 @@ The first says its FLOPs, which take this long at the peak, or longer; the secon
 a hundred instructions.
 """
 _FLOPS = re.compile(r'"flops":"(?P<flops>\d+)"')
+_PRODUCTS = frozenset({"convolution", "dot"})
+# Their kernels have no cycles. The table, if it fits, is brought to VMEM as a whole.
+_ROW_OPS = frozenset({"gather", "scatter"})
+_HELD = re.compile(
+    r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+",'
+    r'"size":"(?P<bytes>\d+)"'
+)
 # An op whose operands and results alone take this share of its time waits for memory.
 _MEMORY_BOUND = 0.6
 
@@ -294,6 +303,8 @@ class _TpuWalk(Walk):
     def op(self, op: Instruction, trips: int) -> tuple[float, TimePart] | None:
         if op.cycles is not None:
             return op.cycles / self.kind.clock, self.part(op, trips)
+        if (held := _HELD.search(op.backend_config)) and self.has(op, _ROW_OPS):
+            return int(held["bytes"]) / self.kind.memory_bandwidth, TimePart.MEMORY
         if _KERNEL in op.backend_config:
             if op.name.startswith(_RAGGED):
                 flops = _FLOPS.search(op.backend_config)
@@ -315,7 +326,7 @@ class _TpuWalk(Walk):
         return seconds, sum(phase.seconds for phase in phases if phase.is_waiting)
 
     def part(self, op: Instruction, trips: int) -> TimePart:
-        if self.has_product(op) or _KERNEL in op.backend_config:
+        if self.has(op, _PRODUCTS) or _KERNEL in op.backend_config:
             return TimePart.MATRIX
         types = [
             op.type,
@@ -326,12 +337,10 @@ class _TpuWalk(Walk):
         bound = waits > _MEMORY_BOUND * op.cycles / self.kind.clock
         return TimePart.MEMORY if bound else TimePart.VECTOR
 
-    def has_product(self, op: Instruction) -> bool:
-        if op.opcode in ("convolution", "dot"):
-            return True
-        return any(
-            self.has_product(inner) for name in op.called for inner in self.inside[name]
-        )
+    def has(self, op: Instruction, opcodes: frozenset[str]) -> bool:
+        """Whether an op is of these opcodes, or calls one that is."""
+        inner = (part for name in op.called for part in self.inside[name])
+        return op.opcode in opcodes or any(self.has(part, opcodes) for part in inner)
 
 
 def _loop(loop: Instruction) -> tuple[str, str]:

@@ -109,6 +109,35 @@ def test_a_kernel_without_cycles_is_not_taken_for_free():
         estimate(text)
 
 
+ROWS = """
+%picked (table: f32[6000,16], ids: s32[512]) -> f32[512,16] {
+  %table = f32[6000,16]{1,0:T(8,128)} parameter(0)
+  %ids = s32[512]{0:T(512)} parameter(1)
+  ROOT %gather.1 = f32[512,16]{1,0:T(8,128)} gather(%table, %ids), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,16}
+}
+
+%other (table.1: f32[6000,16]) -> f32[6000,16] {
+  ROOT %table.1 = f32[6000,16]{1,0:T(8,128)} parameter(0)
+}
+
+ENTRY %main (table.2: f32[6000,16], ids.2: s32[512]) -> f32[512,16] {
+  %table.2 = f32[6000,16]{1,0:T(8,128)} parameter(0)
+  %ids.2 = s32[512]{0:T(512)} parameter(1)
+  %same = f32[6000,16]{1,0:T(8,128)} fusion(%table.2), kind=kLoop, calls=%other, HELD
+  ROOT %rows = f32[512,16]{1,0:T(8,128)} fusion(%same, %ids.2), kind=kCustom, calls=%picked, HELD
+}
+"""
+HELD = 6000 * 128 * 4 + 512 * 128 * 4  # The table and the rows, padded to 128 columns.
+
+
+def test_rows_that_are_picked_take_what_is_brought_to_vmem():
+    held = f'{{"memory_space":"1","offset":"0","size":"{HELD}"}}'
+    config = f'backend_config={{"used_scoped_memory_configs":[{held}]}}'
+    time = estimate("HloModule train\n" + ROWS.replace("HELD", config))
+    assert [op.name for op in time.ops] == ["rows"]
+    assert time.parts()["memory"] == pytest.approx(HELD / 450e9)
+
+
 def test_collectives_take_what_rings_pass_on():
     time = estimate(wide(PROGRAM))
     gather, scatter = time.collectives

@@ -37,7 +37,7 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         f"{', '.join(map(str, space.batches))};{_found(outcome)} "
         f"{len(outcome.screened.promising)} could fit, "
         f"{len(outcome.ranked) + len(outcome.refused)} were compiled, "
-        f"{len(outcome.ranked)} did fit.",
+        f"{len(outcome.ranked)} did fit. {_order(space)}",
         "With "
         + ", ".join(f"{n} {plan_cache.versions()[n]}" for n in _VERSIONS)
         + ". Nothing must be set.",
@@ -50,6 +50,11 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
     lines += ["", *space.gin_params] if space.gin_params else []
     lines += ["", *best.bindings()]
     return "\n".join(lines) + "\n"
+
+
+def _order(space: SearchSpace) -> str:
+    kind = space.torus.kind.name
+    return f"Times are of TPU {kind}: on CPUs and GPUs another plan may be fastest."
 
 
 def _found(outcome: SearchResult) -> str:
@@ -94,6 +99,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
             f"{bytes_text(result.peak):>11}{_utilization(result):>6}  "
             f"{_names(candidate)}"
         )
+    yield f"  {_order(space)}"
     if any(row.promising.configured for row in shown):
         given = space.experiment.plan.device_ids is not None
         yield "* as configured" + (", but for its device order" if given else "")

@@ -24,6 +24,8 @@ from tests.trainers.planning.search.search_cases import (
 )
 from tests.trainers.planning.test_plan_main import call_main
 
+OF_TPUS = "Times are of TPU v3: on CPUs and GPUs another plan may be fastest."
+
 
 @pytest.fixture(scope="module")
 def small():
@@ -167,6 +169,7 @@ def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
     flat = " ".join(text.replace("#", " ").split())
     assert "60 candidates of plans attempt1, attempt2, finalized; batches 8" in flat
     assert "4 could fit, 3 were compiled, 2 did fit" in flat
+    assert OF_TPUS in flat
     # Shipped files by their names, others from wherever it is read.
     assert "include 'plans/finalized.gin'" in text
     assert f"include '{DATA.resolve() / 'small_lm.gin'}'" in text
@@ -182,6 +185,7 @@ def test_the_table_fits_a_terminal(small):
     assert any(line.split()[:2] == ["refused", "8x1"] for line in lines)
     assert "RESOURCE_EXHAUSTED: so much" in text
     assert "     1 more might fit: raise --search_budget" in lines
+    assert f"  {OF_TPUS}" in lines
     assert lines[-1].startswith("     3 left out: state and saved")
 
 

@@ -56,6 +56,7 @@ class FunctionPlan:
 
     Args:
       mesh: the device mesh.
+      topology: name of the TPU topology that its times are of.
       paths: the path of each leaf of the arguments, as `0.weights.kernel`.
       leaves: the sharding of each leaf; None: left to propagation.
       args: the arguments' nests of `tf.TensorSpec`.
@@ -68,6 +69,7 @@ class FunctionPlan:
     """
 
     mesh: DeviceMesh
+    topology: str
     paths: tuple[str, ...]
     leaves: tuple[Sharding | None, ...]
     args: tuple[Any, ...]
@@ -98,7 +100,8 @@ class FunctionPlan:
         """A line for each leaf that is split."""
         width = max(map(len, self.paths), default=0)
         how = "by propagation" if self.compiled is None else "compiled"
-        lines = [f"mesh {self.mesh}: {1e3 * self.seconds:.4g} ms {how}"]
+        time = f"{1e3 * self.seconds:.4g} ms on {self.topology}"
+        lines = [f"mesh {self.mesh}: {time} {how}"]
         lines += [
             f"  {path:<{width}}  {sharding}"
             for path, sharding in zip(self.paths, self.leaves, strict=True)
@@ -173,6 +176,7 @@ def function_plan(named: NamedFunction, finder: Finder, found: Found) -> Functio
     mesh = DeviceMesh(AXES[: len(found.point.shape)], found.point.shape)
     return FunctionPlan(
         mesh=mesh,
+        topology=finder.torus.name,
         paths=named.paths,
         leaves=tuple(named.shardings(mesh, found.point.masks)),
         args=named.args,

@@ -48,7 +48,8 @@ def test_the_batch_is_split(found):
     assert shardings["1"].splits()[0] > 1
     assert found.progress.considered > 1000 and found.progress.propagated <= 60
     first, *rest = found.text().splitlines()
-    assert first.endswith("by propagation") and any("  1 " in line for line in rest)
+    assert first.endswith(" ms on v3:2x2 by propagation")
+    assert any("  1 " in line for line in rest)
 
 
 def test_layers_are_split_alike(found):
@@ -157,4 +158,4 @@ def test_a_search_that_compiles_takes_the_fastest():
     specs = tf.TensorSpec([512, 256]), tf.TensorSpec([256, 512])
     found = search(tf.matmul, specs, "v3:1x1", most=20, compiled=2)
     assert found.seconds == found.compiled != found.priced.seconds
-    assert found.text().splitlines()[0].endswith("ms compiled")
+    assert found.text().splitlines()[0].endswith("ms on v3:1x1 compiled")
