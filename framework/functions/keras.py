@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import FunctionOptions
+from meshwright.framework.compiler.program import FunctionOptions, Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -23,7 +23,11 @@ from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSha
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child
-from meshwright.framework.functions.function import check_mesh, function
+from meshwright.framework.functions.function import (
+    MeshFunction,
+    check_mesh,
+    function,
+)
 from meshwright.framework.functions.keras_files import (
     backup,
     share_files,
@@ -40,7 +44,7 @@ from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 
-__all__ = ["backup", "distribute"]
+__all__ = ["backup", "distribute", "program"]
 
 _FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 _LAYOUTS = ("data", "fsdp", "tensor")
@@ -84,6 +88,7 @@ class _Distributed:
                 raise StopIteration
             return logs
 
+        run.step = step
         return run
 
     def predict(self) -> Callable[[Sequence[Any]], Any]:
@@ -96,7 +101,7 @@ class _Distributed:
 
         return run
 
-    def step(self, method: str) -> Callable[[Any], Any]:
+    def step(self, method: str) -> MeshFunction:
         """A program for each shape of batch that the model's method is called with.
 
         Raises:
@@ -277,11 +282,61 @@ def distribute(
     return model
 
 
+def program(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+) -> Program:
+    """The program of a train step, as `fit` runs it; for `explain` and reports.
+
+    It is compiled for the first batch of the data, and `fit` with the same data does
+    not compile it again. Nothing is trained.
+
+    Args:
+      model: a Keras model that was distributed and compiled.
+      x, y, sample_weight, batch_size: as of `fit`.
+
+    Raises:
+      ValueError: the model is not distributed, or not compiled; there are no batches;
+        or see `distribute` of a model that is not built.
+      LoweringError: see `compile_program`.
+    """
+    _check_model(model)
+    if "make_train_function" not in vars(model):  # Which `distribute` replaces.
+        raise ValueError(
+            f"{model.name} is on no mesh: call mw.keras.distribute(model, mesh, "
+            "layout) before mw.keras.program"
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, and a train step has a loss and an "
+            "optimizer: call model.compile() before mw.keras.program"
+        )
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+    model.make_train_function()
+    batches = TFEpochIterator(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        distribute_strategy=model.distribute_strategy,
+    )
+    _, _, iterator = next(iter(batches))
+    data = next(iterator, None)
+    if data is None:
+        raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
+    return model.train_function.step.program(*_batch(data, iterator.element_spec))
+
+
 def _check_model(model: Any) -> None:
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(model, keras.Model):
         raise TypeError(
-            f"distribute takes a Keras 3 model, not a {type(model).__module__}."
+            f"mw.keras takes a Keras 3 model, not a {type(model).__module__}."
             f"{type(model).__name__}; for other TF programs use meshwright.function"
         )
     if keras.backend.backend() != "tensorflow":
@@ -357,8 +412,8 @@ def _layout(
     hint = _did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
     raise ValueError(
         f"{model.name}: the layout is {layout!r}{hint.rstrip('?')}; pass 'data', "
-        "'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions to the mesh axes of each dim, such as "
-        "{'dense.*kernel': [None, 'model']}"
+        "'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions to the "
+        "mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
     )
 
 
@@ -373,3 +428,7 @@ def _replace(made: _Distributed, name: str, method: str) -> None:
 
     setattr(made.model, attribute, None)  # Keras's own, of before.
     setattr(made.model, f"make_{attribute}", make)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -337,7 +337,9 @@ def test_what_distribute_refuses(layout, options, message):
 
 
 def test_distribute_refuses_models_meshes_and_options():
-    with pytest.raises(TypeError, match="takes a Keras 3 model, not a builtins.int"):
+    with pytest.raises(
+        TypeError, match="mw.keras takes a Keras 3 model, not a builtins"
+    ):
         distribute(3, MESH)
     with pytest.raises(TypeError, match="the mesh is None; pass a DeviceMesh"):
         distribute(network(), None)
@@ -379,6 +381,41 @@ def test_a_model_that_is_not_built_is_checked_by_fit():
     model = distribute(keras.Sequential(layers), MESH, {"dence": [None, "model"]})
     with pytest.raises(ValueError, match="row 'dence' of the layout is in the name of"):
         compiled(model).fit(X, Y, **FIT)
+
+
+def test_the_program_of_a_train_step_is_that_of_fit(monkeypatch):
+    layers = [LAYERS.Flatten(), LAYERS.Dense(8, name="hidden"), LAYERS.Dense(3)]
+    model = distribute(keras.Sequential(layers), MESH, {"hidden.*l$": [None, "model"]})
+    with pytest.raises(ValueError, match="is not compiled, and a train step"):
+        mw.keras.program(model, X, Y)
+    compiled(model)
+    program = mw.keras.program(model, X[:16], Y[:16], batch_size=8)
+    text = str(mw.explain(program))
+    assert program.name == "train_step" and "f32[72,8]" in text
+    assert "[_,model]" in str(program.why("hidden/kernel"))
+    called, run = [], Program.__call__
+
+    def watched(program, *args):
+        called.append(program)
+        return run(program, *args)
+
+    monkeypatch.setattr(Program, "__call__", watched)
+    model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+    assert [one is program for one in called] == [True, True]
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, drop_remainder=True)
+    assert mw.keras.program(model, data).name == "train_step"
+
+
+def test_a_program_wants_a_model_on_a_mesh_and_data():
+    with pytest.raises(ValueError, match="is on no mesh: call mw.keras.distribute"):
+        mw.keras.program(compiled(network()), X, Y)
+    model = compiled(distribute(network(), MESH))
+    with pytest.raises(ValueError, match="have no batches"):
+        mw.keras.program(model, tf.data.Dataset.from_tensor_slices((X, Y)).take(0))
+
+
+def test_what_the_module_shows():
+    assert dir(mw.keras) == ["backup", "distribute", "program"]
 
 
 def test_losses_of_several_outputs_count_batches_as_keras_does():
