@@ -7,6 +7,7 @@ The model stays as it is. Only the functions that Keras makes of its `train_step
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,19 @@ from typing import Any, Unpack
 
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import FunctionOptions
+from meshwright.framework.compiler.program import FunctionOptions, Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
-from meshwright.framework.functions.function import check_mesh, function
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
+from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.compiler.xla.processes import check_child
+from meshwright.framework.functions.function import (
+    MeshFunction,
+    check_mesh,
+    function,
+)
 from meshwright.framework.functions.keras_files import (
     backup,
     share_files,
@@ -36,7 +44,16 @@ from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 
-__all__ = ["backup", "distribute"]
+__all__ = ["backup", "distribute", "program"]
+
+_FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+_LAYOUTS = ("data", "fsdp", "tensor")
+_OPTIONS = (
+    "data_axes",
+    "weight_update_sharding",
+    # Which axes an update sharding is for, `distribute` knows.
+    *(name for name in FunctionOptions.__annotations__ if name != "update_sharding"),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,6 +88,7 @@ class _Distributed:
                 raise StopIteration
             return logs
 
+        run.step = step
         return run
 
     def predict(self) -> Callable[[Sequence[Any]], Any]:
@@ -83,27 +101,23 @@ class _Distributed:
 
         return run
 
-    def step(self, method: str) -> Callable[[Any], Any]:
+    def step(self, method: str) -> MeshFunction:
         """A program for each shape of batch that the model's method is called with.
 
         Raises:
-          ValueError: the model is to run eagerly; or a row of the layout fits neither
-            a variable of the model nor of its optimizer.
+          ValueError: the model is to run eagerly; or, when the train step is traced, a
+            row of the layout fits neither a variable of the model nor of its optimizer.
         """
-        if self.model.run_eagerly:
-            raise ValueError(
-                f"{self.model.name}: run_eagerly is True, and a model on a mesh is "
-                "compiled: leave it out of compile(), or do not distribute the model"
-            )
-
-        is_table = isinstance(self.layout, LayoutTable)
-        if is_table and method == "train_step" and self.model.built:
-            self.layout.check(variables_of(self.model), self.model.name)
+        self._check_runs_compiled()
 
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
             data = tf.nest.pack_sequence_as(data, list(leaves))
-            return getattr(self.model, method)(data)
+            results = getattr(self.model, method)(data)
+            if method == "train_step" and isinstance(self.layout, LayoutTable):
+                # Now all is built.
+                self.layout.check(variables_of(self.model), self.model.name)
+            return results
 
         return function(
             step,
@@ -113,6 +127,50 @@ class _Distributed:
             update_sharding=self.updates if method == "train_step" else None,
             **self.options,
         )
+
+    def check(self) -> None:
+        """Finds at once what would else end `fit`; see `distribute` for what it raises.
+
+        Rows are compared with variables only if there are variables.
+        """
+        name, devices = self.model.name, self.options.get("devices")
+        self._check_runs_compiled()
+        jax_mesh(self.mesh, devices)
+        Partitioner(self.options.get("partitioner", Partitioner.SHARDY))
+        if self.options.get("in_child"):
+            check_child(name, devices)
+        if isinstance(self.layout, LayoutTable):
+            self.layout.check_axes(self.mesh, name)
+        if not self.model.built:
+            return
+        layout = dataclasses.replace(self.layout)  # Layers may be added before `fit`.
+        hint = self._find_slots(layout) if isinstance(layout, LayoutTable) else ""
+        variables = variables_of(self.model)
+        for variable in variables:
+            layout.sharding_of(variable, self.mesh)
+        if isinstance(layout, LayoutTable):
+            layout.check(variables, name, hint)
+
+    def _find_slots(self, layout: LayoutTable) -> str:
+        """Has the optimizer make its slots, as `fit` would, if a row could be theirs.
+
+        Returns:
+          What to do if there is no optimizer yet, else "".
+        """
+        model = self.model
+        if not model.compiled:
+            return "; rows for slots of an optimizer want compile() before distribute()"
+        is_built = getattr(model.optimizer, "built", True)
+        if not is_built and layout.unused(variables_of(model)):
+            model.optimizer.build(model.trainable_variables)
+        return ""
+
+    def _check_runs_compiled(self) -> None:
+        if self.model.run_eagerly:
+            raise ValueError(
+                f"{self.model.name}: run_eagerly is True, and a model on a mesh is "
+                "compiled: leave it out of compile(), or do not distribute the model"
+            )
 
     def _split(self, leaf: Any, any_batch: bool) -> Any:
         """A tensor of a batch, its rows divided over the devices.
@@ -194,17 +252,17 @@ def distribute(
 
     Raises:
       TypeError: it is no Keras model of the TensorFlow backend; or an unknown option.
-      ValueError: an unknown layout, or a row that is for no axis of the mesh.
+      ValueError: an unknown layout; a mesh of more devices than exist; a row that is
+        for no axis of the mesh; or, if the model is built, a row of another rank than
+        its variable's, or one that fits no variable. If it is not built, such rows end
+        the first `fit`.
     """
     _check_model(model)
-    if "update_sharding" in options:
-        raise TypeError(
-            f"{model.name}: distribute has no option 'update_sharding': it knows the "
-            "axes; pass weight_update_sharding='auto', 'all' or 'off'"
-        )
+    _check_options(model, options)
     check_mesh(mesh, model.name)
     axes = tuple(data_axes or _data_axes(layout, mesh))
-    if isinstance(data_axes, str) or not set(axes) <= set(mesh.axis_names):
+    is_twice = len(set(axes)) < len(axes)
+    if isinstance(data_axes, str) or is_twice or not set(axes) <= {*mesh.axis_names}:
         raise ValueError(
             f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
             f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
@@ -217,20 +275,68 @@ def distribute(
         updates=_updates(model, mesh, axes, weight_update_sharding),
         options=options,
     )
+    made.check()
     for name, method in _FUNCTIONS.items():
         _replace(made, name, method)
     share_files(model)
     return model
 
 
-_FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+def program(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+) -> Program:
+    """The program of a train step, as `fit` runs it; for `explain` and reports.
+
+    It is compiled for the first batch of the data, and `fit` with the same data does
+    not compile it again. Nothing is trained.
+
+    Args:
+      model: a Keras model that was distributed and compiled.
+      x, y, sample_weight, batch_size: as of `fit`.
+
+    Raises:
+      ValueError: the model is not distributed, or not compiled; there are no batches;
+        or see `distribute` of a model that is not built.
+      LoweringError: see `compile_program`.
+    """
+    _check_model(model)
+    if "make_train_function" not in vars(model):  # Which `distribute` replaces.
+        raise ValueError(
+            f"{model.name} is on no mesh: call mw.keras.distribute(model, mesh, "
+            "layout) before mw.keras.program"
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, and a train step has a loss and an "
+            "optimizer: call model.compile() before mw.keras.program"
+        )
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+    model.make_train_function()
+    batches = TFEpochIterator(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        distribute_strategy=model.distribute_strategy,
+    )
+    _, _, iterator = next(iter(batches))
+    data = next(iterator, None)
+    if data is None:
+        raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
+    return model.train_function.step.program(*_batch(data, iterator.element_spec))
 
 
 def _check_model(model: Any) -> None:
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(model, keras.Model):
         raise TypeError(
-            f"distribute takes a Keras 3 model, not a {type(model).__module__}."
+            f"mw.keras takes a Keras 3 model, not a {type(model).__module__}."
             f"{type(model).__name__}; for other TF programs use meshwright.function"
         )
     if keras.backend.backend() != "tensorflow":
@@ -238,6 +344,19 @@ def _check_model(model: Any) -> None:
             f"{model.name} is a model of Keras's {keras.backend.backend()} backend; "
             "set KERAS_BACKEND=tensorflow before Keras is imported"
         )
+
+
+def _check_options(model: Any, options: Mapping[str, Any]) -> None:
+    for option in options.keys() - {*_OPTIONS}:
+        raise TypeError(
+            f"{model.name}: distribute has no option {option!r}"
+            f"{_did_you_mean(option, _OPTIONS)}; it has {', '.join(_OPTIONS)}"
+        )
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _data_axes(
@@ -290,10 +409,11 @@ def _layout(
     if isinstance(layout, Mapping):
         rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
         return LayoutTable(rows)
+    hint = _did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
     raise ValueError(
-        f"the layout is {layout!r}; pass 'data', 'fsdp', 'tensor', a ShardingPlan, or "
-        "a table from regular expressions to the mesh axes of each dim, such as "
-        "{'dense.*kernel': [None, 'model']}"
+        f"{model.name}: the layout is {layout!r}{hint.rstrip('?')}; pass 'data', "
+        "'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions to the "
+        "mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
     )
 
 
@@ -308,3 +428,7 @@ def _replace(made: _Distributed, name: str, method: str) -> None:
 
     setattr(made.model, attribute, None)  # Keras's own, of before.
     setattr(made.model, f"make_{attribute}", make)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,8 +19,9 @@ _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
 
 
 def variables_of(model: Any) -> list[tf.Variable]:
-    """TF's variables of a Keras model and its optimizer."""
-    variables = [*model.variables, *getattr(model.optimizer, "variables", ())]
+    """TF's variables of a Keras model and, once it is compiled, its optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *getattr(optimizer, "variables", ())]
     return [variable._value for variable in variables]  # `value` may be a cast.
 
 

@@ -52,16 +52,30 @@ class LayoutTable:
                     "that is not split, such as [None, 'model']"
                 )
 
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Raises ValueError for a row that fits none of the variables of `name`."""
+    def check_axes(self, mesh: DeviceMesh, name: str) -> None:
+        """Raises ValueError for a row that is for no axes of the mesh."""
+        for pattern, dims in self.rows.items():
+            try:
+                Sharding.from_dims_mapping(mesh, dims)
+            except ValueError as error:
+                raise ValueError(f"{name}: layout row {pattern!r}: {error}") from None
+
+    def unused(self, variables: Sequence[tf.Variable]) -> list[str]:
+        """The rows that fit none of the variables."""
         paths = [path_of(variable) for variable in variables]
-        for pattern in self.rows:
-            if not any(re.search(pattern, path) for path in paths):
-                raise ValueError(
-                    f"{name}: row {pattern!r} of the layout is in the name of none of "
-                    f"its {len(paths)} variables: {', '.join(paths[:8])}"
-                    f"{', ...' if len(paths) > 8 else ''}"
-                )
+        return [p for p in self.rows if not any(re.search(p, path) for path in paths)]
+
+    def check(
+        self, variables: Sequence[tf.Variable], name: str, hint: str = ""
+    ) -> None:
+        """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
+        for pattern in self.unused(variables):
+            paths = [path_of(variable) for variable in variables]
+            raise ValueError(
+                f"{name}: row {pattern!r} of the layout is in the name of none of "
+                f"its {len(paths)} variables: {', '.join(paths[:8])}"
+                f"{', ...' if len(paths) > 8 else ''}{hint}"
+            )
 
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
         """The sharding of a variable; None where completion decides.
@@ -81,6 +95,7 @@ class LayoutTable:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
 class Replicated:
     """Each device holds each variable."""
 

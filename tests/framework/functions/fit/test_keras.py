@@ -195,9 +195,8 @@ def test_tensor_parallelism_splits_heads_units_and_words(partitioner):
 
 def test_tensor_parallelism_of_no_such_layers_is_refused():
     conv = keras.Sequential([LAYERS.Input((4, 4, 1)), LAYERS.Conv2D(2, 2)])
-    distribute(conv, MESH, "tensor").compile("sgd", "mse")
     with pytest.raises(ValueError, match="none of its layers is a Dense, EinsumDense"):
-        conv.fit(np.ones((8, 4, 4, 1)), np.ones((8, 3, 3, 2)), verbose=0)
+        distribute(conv, MESH, "tensor")
 
 
 def test_a_layout_map_of_keras():
@@ -317,31 +316,106 @@ def test_a_plan_that_does_not_fit_is_refused(changes, message):
         distribute(network(), MESH, dataclasses.replace(PLAN, **changes))
 
 
-def test_refusals():
-    with pytest.raises(TypeError, match="takes a Keras 3 model, not a builtins.int"):
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        ("zero", {}, "the layout is 'zero'; pass 'data', 'fsdp'"),
+        ("fdsp", {}, "the layout is 'fdsp'; did you mean 'fsdp'"),
+        ("data", {"data_axes": "data"}, "data_axes is 'data'; pass some of the"),
+        ("data", {"data_axes": ["data", "data"]}, "data_axes is .*; pass some of the"),
+        ("data", {"weight_update_sharding": "some"}, "is 'some'; it must be one of"),
+        ("data", {"partitioner": "shard"}, "there is no partitioner 'shard'"),
+        ({"kernel": ...}, {}, "row 'kernel': Ellipsis of the layout is no list"),
+        ({"kernel": ["modle"]}, {}, "row 'kernel': unknown mesh axis 'modle'.* mean"),
+        ({"dense.*kernel": ["data"]}, {}, "row 'dense.*kernel' for variable .* rank 2"),
+        ({"dence": [None, "model"]}, {}, "row 'dence' .* want compile.. before"),
+    ],
+)
+def test_what_distribute_refuses(layout, options, message):
+    with pytest.raises(ValueError, match=message):
+        distribute(network(), MESH, layout, **options)
+
+
+def test_distribute_refuses_models_meshes_and_options():
+    with pytest.raises(
+        TypeError, match="mw.keras takes a Keras 3 model, not a builtins"
+    ):
         distribute(3, MESH)
-    with pytest.raises(ValueError, match="the layout is 'zero'; pass 'data', 'fsdp'"):
-        distribute(network(), MESH, "zero")
     with pytest.raises(TypeError, match="the mesh is None; pass a DeviceMesh"):
         distribute(network(), None)
-    with pytest.raises(ValueError, match="data_axes is 'data'; pass some of the"):
-        distribute(network(), MESH, data_axes="data")
-    with pytest.raises(ValueError, match="weight_update_sharding is 'some'; it must"):
-        distribute(network(), MESH, weight_update_sharding="some")
-    with pytest.raises(TypeError, match="no option 'update_sharding': it knows the"):
+    large = mw.DeviceMesh(("data", "model"), (4, 4))
+    with pytest.raises(ValueError, match="needs 16 devices but 8 cpu devices exist"):
+        distribute(network(), large)
+    near = "no option 'data_axis'; did you mean 'data_axes'.; it has data_axes, weight"
+    with pytest.raises(TypeError, match=near) as error:
+        distribute(network(), MESH, data_axis=["data"])
+    assert " update_sharding" not in str(error.value)
+    with pytest.raises(TypeError, match="did you mean 'weight_update_sharding'"):
         distribute(network(), MESH, update_sharding=None)
-    with pytest.raises(ValueError, match="row 'kernel': Ellipsis of the layout is no"):
-        distribute(network(), MESH, {"kernel": ...})
-    unmatched = compiled(distribute(network(), MESH, {"dence": [None, "model"]}))
-    with pytest.raises(ValueError, match="row 'dence' of the layout is in the name of"):
-        unmatched.fit(X, Y, **FIT)
-    eager = distribute(network(), MESH)
+    eager = network()
     eager.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="run_eagerly is True"):
-        eager.fit(X, Y, **FIT)
-    model = compiled(distribute(network(), MESH, {"dense.*kernel": ["data"]}))
-    with pytest.raises(ValueError, match="row 'dense.*kernel' for variable"):
-        model.fit(X, Y, **FIT)
+        distribute(eager, MESH)
+    later = distribute(network(), MESH)
+    later.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="run_eagerly is True"):
+        later.fit(X, Y, **FIT)
+
+
+def test_rows_for_slots_are_looked_for_in_the_optimizer():
+    rows = {**TABLE, "^adam.*velocity": [None, "model"]}
+    model = compiled(network())
+    with pytest.raises(ValueError, match="row '.adam.*velocity' for variable"):
+        distribute(model, MESH, rows)  # Slots of biases have one dim.
+    rows = {**TABLE, "^adam.*dense.*kernel_velocity": [None, "model"]}
+    distribute(model, MESH, rows).fit(X[:8], Y[:8], verbose=0)
+    with pytest.raises(ValueError, match="row '.adam.*momenta' .* none of its"):
+        distribute(model, MESH, {"^adam.*momenta": [None, "model"]})
+
+
+def test_a_model_that_is_not_built_is_checked_by_fit():
+    keras.utils.set_random_seed(1)
+    layers = [LAYERS.Flatten(), LAYERS.Dense(8), LAYERS.Dense(3)]
+    with pytest.raises(ValueError, match="unknown mesh axis 'modle'"):
+        distribute(keras.Sequential(layers), MESH, {"dense": [None, "modle"]})
+    model = distribute(keras.Sequential(layers), MESH, {"dence": [None, "model"]})
+    with pytest.raises(ValueError, match="row 'dence' of the layout is in the name of"):
+        compiled(model).fit(X, Y, **FIT)
+
+
+def test_the_program_of_a_train_step_is_that_of_fit(monkeypatch):
+    layers = [LAYERS.Flatten(), LAYERS.Dense(8, name="hidden"), LAYERS.Dense(3)]
+    model = distribute(keras.Sequential(layers), MESH, {"hidden.*l$": [None, "model"]})
+    with pytest.raises(ValueError, match="is not compiled, and a train step"):
+        mw.keras.program(model, X, Y)
+    compiled(model)
+    program = mw.keras.program(model, X[:16], Y[:16], batch_size=8)
+    text = str(mw.explain(program))
+    assert program.name == "train_step" and "f32[72,8]" in text
+    assert "[_,model]" in str(program.why("hidden/kernel"))
+    called, run = [], Program.__call__
+
+    def watched(program, *args):
+        called.append(program)
+        return run(program, *args)
+
+    monkeypatch.setattr(Program, "__call__", watched)
+    model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+    assert [one is program for one in called] == [True, True]
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, drop_remainder=True)
+    assert mw.keras.program(model, data).name == "train_step"
+
+
+def test_a_program_wants_a_model_on_a_mesh_and_data():
+    with pytest.raises(ValueError, match="is on no mesh: call mw.keras.distribute"):
+        mw.keras.program(compiled(network()), X, Y)
+    model = compiled(distribute(network(), MESH))
+    with pytest.raises(ValueError, match="have no batches"):
+        mw.keras.program(model, tf.data.Dataset.from_tensor_slices((X, Y)).take(0))
+
+
+def test_what_the_module_shows():
+    assert dir(mw.keras) == ["backup", "distribute", "program"]
 
 
 def test_losses_of_several_outputs_count_batches_as_keras_does():
