@@ -14,7 +14,7 @@ Each device sums dtheta over its own rows of all microbatches; devices add up th
 once, after the loop.
 
 Where stages and rounds do not divide the layers, the last layers are none: they have
-weights, which nothing reads, and pass on what they get.
+weights, which only an optimizer's `weight_norm` counts, and pass on what they get.
 
 Layer numbers go on from stage to stage, K at a time: layer (r * L + s) * K + j is
 number r * K + j of stage s, r being the round of a circular pipeline.

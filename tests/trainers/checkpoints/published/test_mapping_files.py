@@ -148,11 +148,8 @@ def test_what_does_not_fit_is_told(tmp_path, ours):
             r"my\.map: h\.1\.ln is to be both final_norm\.scale and stack\.stack\..*",
         ),
         (
-            (
-                "h.*.none -> *.feed_forward.b_in",
-                "w_in -> stack.stack.feed_forward.w_in",
-            ),
-            r"my\.map: stack\.stack\.feed_forward\.w_in\[0\] is to be both w_in and h",
+            ("h.*.none -> *.feed_forward.b_in", "v -> stack.stack.attention.w_v"),
+            r"my\.map: stack\.stack\.attention\.w_v\[0\] is to be both v and h\.0\.v",
         ),
     ],
 )
