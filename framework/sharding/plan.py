@@ -50,10 +50,10 @@ class ShardingPlan:
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
-      unreduced_gradient_axes: mesh axes along which inputs of layers, which are weights
-        or the stream, have an unreduced gradient, if the axes do not split them and it
-        is possible: replicated forwards, partial backwards, the default of the post of
-        that name. Along other axes gradients are replicated too, like XlaSharding's.
+      unreduced_gradient_axes: mesh axes along which the inputs of layers, weights or
+        the stream, are replicated forwards and have an unreduced (partial) gradient,
+        the default of the post of that name. It holds where these axes do not split
+        the input and it is possible; other gradients are replicated, as XlaSharding's.
       pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that
         split its stages, and may split nothing else.
       sequence_attention: how attention is computed if "sequence" is split.

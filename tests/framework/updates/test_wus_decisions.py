@@ -147,7 +147,6 @@ def test_auto_leaves_alone_what_does_not_pay():
         assert free.layout is not None and free.gain > 0
 
 
-@pytest.mark.parametrize("mode", [AUTO, ALL])
 def test_that_no_update_is_sharded_is_said_with_a_reason():
     def line(name, shape, why):
         return UpdateLine(
@@ -173,6 +172,7 @@ def test_that_no_update_is_sharded_is_said_with_a_reason():
     assert "1 of 3 sharded over X, 0 B less state" in report.summary()
 
 
+@pytest.mark.parametrize("mode", [AUTO, ALL])
 def test_what_has_no_dim_to_split_is_left_alone(mode):
     def fn(w, v, x):
         g, h = gradients(lambda w, v: mean_square(x * w + v), w, v)
