@@ -62,7 +62,7 @@ class TransformerLayer(Layer):
       attention_post_norm: normalizes what attention adds to the stream, as in Gemma 2;
         None: it is added as it is.
       feed_forward_post_norm: likewise of the feed-forward layer.
-      order: whether the feed-forward layer is behind attention or beside it.
+      order: whether the feed-forward layer is after attention or beside it.
 
     Raises:
       ValueError: only one of the cross-attention and its norm is given; a parallel

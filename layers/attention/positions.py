@@ -83,7 +83,7 @@ class LinearScaling(RotaryScaling):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RotaryScaling):
-    """Llama 3.1's: only what turns seldom within the first context is slowed.
+    """Llama 3.1's: only frequencies with few turns in the first context are slowed.
 
     A pair of features turns original_length * frequency / 2 pi times within the first
     context. At `high_turns` or more its frequency stays, at `low_turns` or fewer it is

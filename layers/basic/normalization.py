@@ -188,7 +188,7 @@ class BatchNorm(Layer):
       model_dims: M.
       decay: the decay of the running averages, in [0, 1).
       epsilon: added to the variance.
-      group_size: how many rows in a row have statistics of their own; None for all.
+      group_size: how many consecutive rows share statistics; None: all rows do.
         Groups that lie on one device each need no communication.
 
     Raises:

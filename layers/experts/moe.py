@@ -159,10 +159,10 @@ class ExpertFeedForward(Layer):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE(Layer):
-    """A feed-forward layer of which each token uses a few experts.
+    """A feed-forward layer of experts, a few of which each token uses.
 
     A token without a slot gets zeros: only the residual connection carries it. With
-    `dropless` there are no slots, and experts take all tokens that want them.
+    `dropless` there are no slots, and experts take all tokens that chose them.
     Recomputation may save `gate_logits`, `dispatched`, the experts' names,
     `expert_out` and `feed_forward_out`.
 

@@ -27,7 +27,7 @@ class Sequential(Layer):
 
     With a dense layer and a mixture of experts in `layers`, `Repeat` makes GShard's and
     GLaM's stack of it: experts in every other layer. As a stack itself it may have a
-    `Repeat` first and, behind it, the layers that are left over.
+    `Repeat` first and, after it, the remaining layers.
 
     Args:
       layers: the layers, one after another. All mixtures of experts among them have

@@ -32,7 +32,7 @@ class ImageClassification(Task):
 
     The picture is annotated by the dims "batch", "height", "width" and "channels", and
     the input of the network's head by "batch" and "channels". Classes are never split:
-    on a TPU 1000 classes take the room of 1024.
+    on a TPU 1000 classes take as much memory as 1024.
 
     Args:
       pictures: the input.

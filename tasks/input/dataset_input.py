@@ -31,10 +31,10 @@ class DatasetInput(BatchedInput):
     addition it has `row_weights`, float32 [rows]: 0 for rows that fill up the last
     batch of held-out examples, else 1.
 
-    Training begins anew whenever the examples end. All processes have to read the same
-    examples in the same order. `tf.data` has them in order, and its random numbers
-    follow `seed` where they have no seed of their own, those of ops in a parallel `map`
-    too; Python's are the function's to seed.
+    Training starts another pass when the examples end. All processes have to read the
+    same examples in the same order. `tf.data` has them in order, and its random numbers
+    follow `seed` where they have no other seed, those of ops in a parallel `map` too;
+    your function has to seed Python's random numbers.
 
     The functions are called when the input is made, and for each pass; before them
     TensorFlow's global seed is set.
@@ -44,7 +44,7 @@ class DatasetInput(BatchedInput):
         `tf.data.Dataset` that is not batched.
       held_out: the same for evaluation; None for none.
       seed: of random numbers of the datasets.
-      resume: where a run that resumes goes on in the examples for training.
+      resume: where a resumed run continues in the examples for training.
         `Resume.STEP` reads what comes before and skips it; `Resume.STATE` keeps the
         state of `tf.data`'s iterator with each checkpoint, with all that is in buffers
         of `shuffle`; `Resume.ANEW` begins a new pass, with other random numbers.

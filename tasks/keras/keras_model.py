@@ -25,7 +25,7 @@ from meshwright.tasks.task import BatchServing, Task, TaskLoss
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KerasCompile(Checked):
-    """What `compile` of a Keras model takes, but for the optimizer.
+    """The arguments of a Keras model's `compile`, except the optimizer.
 
     Args:
       loss: None where the model calls `add_loss`.

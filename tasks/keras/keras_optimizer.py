@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class KerasOptimizer(Optimizer):
     """An optimizer of Keras 3; its slots have Keras's names.
 
-    It begins anew: what the Keras optimizer has learned so far is not taken over.
+    Its slots start afresh: the state of the given optimizer is not used.
 
     Args:
       optimizer: such as `keras.optimizers.AdamW(0.001)`. In gin, after `import keras`,

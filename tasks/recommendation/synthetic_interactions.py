@@ -20,7 +20,7 @@ class SyntheticInteractions(Checked):
     Users and items have random vectors. A user takes an item next with a probability
     in proportion to exp(taste * u.v / sqrt(tastes) + popularity * p), where p is a
     random number of the item, and no item twice: a model that finds the vectors ranks
-    better than by popularity, and none is always right.
+    better than by popularity, and no model is always right.
 
     Args:
       users: number of users.

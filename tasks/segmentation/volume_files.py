@@ -115,7 +115,7 @@ class VolumeFiles(Checked):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intensities:
-    """Brings each channel of a volume to mean 0 and variance 1; a constant one to 0.
+    """Scales each channel of a volume to mean 0 and variance 1; if constant, to 0.
 
     Args:
       clip: lowest and highest intensity that count, such as (-200, 300) Hounsfield

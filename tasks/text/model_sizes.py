@@ -328,7 +328,7 @@ _FAMILIES: Mapping[str, Mapping[str, ModelSize]] = {"dense": DENSE, "experts": E
 
 @gin.register
 def model_size(*, family: str, size: str) -> int | float:
-    """What gin's scope names of a size, such as `@num_layers/model_size()`.
+    """The value of a size that gin's scope names: `@num_layers/model_size()`.
 
     Args:
       family: "dense" for the sizes `DENSE`, or "experts" for `EXPERTS`.

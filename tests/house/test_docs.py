@@ -90,7 +90,7 @@ def test_command_builds(command, monkeypatch):
         }
     elif "meshwright-export" in command:
         flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
-        flags |= {"family", "dtype"}
+        flags |= {"family", "dtype", "mapping"}
     elif "meshwright-generate" in command:
         flags |= {"model_dir", "prompt", "temperature", "top_p"}
     else:

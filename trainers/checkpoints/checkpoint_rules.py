@@ -154,9 +154,9 @@ class InitializeFrom(Checked):
       part: the part of the state to take, "theta" or "ema".
       rules: lines as above.
       rules_file: a file of more such lines, with comments behind `#`; "" for none.
-      mapping: of published weights of a family of one's own, a file that says which
-        tensor is which weight, see `mapping_files.py`; config.json is not read then. ""
-        for a family of published models.
+      mapping: a file that maps tensors to weights, for published weights of your own
+        family (`mapping_files.py`); then config.json is not read. "" for the families
+        of published models.
       only: regular expressions of paths; other weights are initialized as usual. ()
         for all.
       missing: "error" or "initialize", for weights that the checkpoint lacks.
@@ -211,7 +211,8 @@ class InitializeFrom(Checked):
             raise ValueError(
                 f"InitializeFrom.only has {pattern!r}, no regular expression: {error}"
             ) from None
-        if self.read_mapping() is not None and self.read_rules():
+        rules = self.read_rules()
+        if self.read_mapping() is not None and rules:
             raise ValueError(
                 "InitializeFrom.mapping says where each tensor goes, and rules say it "
                 "too: leave out one of them"

@@ -445,7 +445,7 @@ class ProductSchedule(_Combined):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CyclicSchedule(Schedule):
-    """`schedule`, begun again after each cycle (SGDR, section 3: warm restarts).
+    """`schedule`, restarted after each cycle (SGDR, section 3: warm restarts).
 
     Args:
       schedule: a cycle, from its step 0 to `period`.

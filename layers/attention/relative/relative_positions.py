@@ -253,7 +253,7 @@ class RelativeVectors(RelativePositions):
     Args:
       max_distance: k: keys further away, to either side, are as if they were k away.
       has_values: whether values get vectors too, not keys only.
-      by_head: whether each head has vectors of its own; otherwise heads share them.
+      by_head: whether each head has separate vectors; otherwise heads share them.
 
     Raises:
       ValueError: a distance below 1.

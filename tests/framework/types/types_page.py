@@ -62,7 +62,9 @@ def _wrapped(line: str) -> str:
 
 
 def _shared() -> str:
-    return re.search(r"share this:\n\n```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    return re.search(
+        r"share this code:\n\n```py\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )[1]
 
 
 def examples() -> list[Example]:

@@ -28,7 +28,7 @@ from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.layers.stacks.repeat import Unroll
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.stacks import repeats
+from meshwright.trainers.experiment.stacks import pipelines, repeats
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.search.search_memory import saved_tensors
 from meshwright.trainers.planning.search.search_space import dims_of
@@ -121,10 +121,15 @@ def named_step(experiment: Experiment, names: Sequence[DimName]) -> NamedStep:
     """Traces the step of an experiment once, whatever its plan.
 
     Raises:
-      OnePlanError: the step has manual regions, too many names, or annotations that
-        fit no mesh of names, as a pipeline's.
+      OnePlanError: the step has pipelines, whose stages and microbatches must fit their
+        axes; manual regions; too many names; or annotations that fit no mesh of names.
     """
     check_count(len(names))
+    if stacks := pipelines(experiment.task):
+        raise OnePlanError(
+            f"the step has a pipeline, {next(iter(stacks))!r}, whose stages must fit "
+            "their axis"
+        )
     try:
         return _traced(experiment, names)
     except LoweringError as error:
