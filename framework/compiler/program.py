@@ -98,7 +98,7 @@ class Program:
         self._signature = written.signature
         self._compiled = compiled
         self._in_forms = written.in_forms
-        self._out_forms = written.out_forms
+        self.out_forms = written.out_forms
         self.arguments = Arguments(
             self.name,
             self.inputs,
@@ -175,9 +175,7 @@ class Program:
         check_structure(self.name, "its results", self._signature.outputs, outputs)
         flat = [
             to_host(leaf) if form is None else form.unpad(to_host(leaf))
-            for leaf, form in zip(
-                tf.nest.flatten(outputs), self._out_forms, strict=True
-            )
+            for leaf, form in zip(tf.nest.flatten(outputs), self.out_forms, strict=True)
         ]
         return tf.nest.pack_sequence_as(self._signature.outputs, flat)
 
@@ -198,7 +196,7 @@ class Program:
     @property
     def out_shardings(self) -> list[Sharding | None]:
         """The requested shardings of the result; None: left to completion."""
-        return [form and form.border for form in self._out_forms]
+        return [form and form.border for form in self.out_forms]
 
     @property
     def inputs(self) -> Any:

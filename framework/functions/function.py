@@ -55,6 +55,7 @@ from meshwright.framework.functions.traced import (
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
 
 _OPTIONS = tuple(FunctionOptions.__annotations__)
 
@@ -268,12 +269,15 @@ class MeshFunction:
             logging.info("%s: %s", self.name, program.updates.summary())
         return program
 
-    def _form(self, variable: tf.Variable) -> Sharding | None:
+    def _form(self, variable: tf.Variable) -> Sharding | StoredForm | None:
         """How a program takes a variable; None where completion decides."""
         sharding = self._layout.sharding_of(variable, self.mesh)
-        form = value_of(variable).form
+        value = value_of(variable)
+        form = value.form
         if sharding is None and form is not None and form.border.mesh == self.mesh:
-            return form.sharding  # Before a program split its update.
+            return StoredForm(  # As before a program split its update.
+                form.shape, form.dtype, form.sharding, kept_from=value.given_by
+            )
         return sharding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -13,6 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.compiler.xla.processes import check_same, do_together
+from meshwright.framework.functions.mesh_variable import silent_readers
 
 _WRITTEN_ONCE = ("save", "save_weights", "export")
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
@@ -42,12 +44,14 @@ def _replace(model: Any, name: str) -> None:
 
     @functools.wraps(method)
     def together(*args: Any, **kwargs: Any) -> None:
-        _together(
-            model,
-            f"{name} of {model.name}",
-            functools.partial(method, model, *args, **kwargs),
-            by_first=name in _WRITTEN_ONCE,
-        )
+        is_export = name == "export"
+        with silent_readers() if is_export else contextlib.nullcontext():
+            _together(
+                model,
+                f"{name} of {model.name}",
+                functools.partial(method, model, *args, **kwargs),
+                by_first=name in _WRITTEN_ONCE,
+            )
 
     setattr(model, name, together)
 

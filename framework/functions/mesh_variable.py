@@ -30,6 +30,7 @@ from meshwright.framework.sharding.stored_form import StoredForm
 LOCK = threading.RLock()
 """Held while values move between TF and a mesh."""
 _TOLD: weakref.WeakSet = weakref.WeakSet()
+_SILENT = threading.local()
 _OURS = "_meshwright_traced"
 _VALUE = "_meshwright_value"
 _WRITES = ("assign", "assign_add", "assign_sub")
@@ -45,6 +46,7 @@ class MeshValue:
       variable: the variable.
       array: its value on the mesh, in stored form; None before a program used it.
       form: the stored form of `array`; None: its logical shape.
+      given_by: name of the program that gave it its sharding, "" if completion did.
       on_host: whether TF's own copy is the value.
       on_mesh: whether `array` is the value.
       was_read: whether `array` was copied to the host since a program made it.
@@ -56,6 +58,7 @@ class MeshValue:
     variable: weakref.ref
     array: jax.Array | None = None
     form: StoredForm | None = None
+    given_by: str = ""
     on_host: bool = True
     on_mesh: bool = False
     was_read: bool = False
@@ -80,6 +83,7 @@ class MeshValue:
             with wide_elements():
                 self.array = jax.device_put(self.array, sharding)
         self.form, self.on_mesh = form, True
+        self.given_by = (form.kept_from or program.name) if form else ""
         return self.array
 
     @property
@@ -329,6 +333,10 @@ def _note_reader(value: MeshValue, graph) -> None:
     name = getattr(graph, "name", "of a graph")
     # Keras makes its functions anew for each `compile` and export.
     kind = re.sub(r"_\d+$", "", name)
+    if getattr(_SILENT, "is_on", False):
+        value.readers.add(graph)
+        value.to_host()
+        return
     if graph not in _TOLD and kind not in value.told:
         logging.warning(
             "the function %r reads variable %r and perhaps others, and does not run on "
@@ -341,6 +349,20 @@ def _note_reader(value: MeshValue, graph) -> None:
     value.told.add(kind)
     value.readers.add(graph)
     value.to_host()
+
+
+@contextlib.contextmanager
+def silent_readers() -> Iterator[None]:
+    """Functions that are made in this context to be written to a file: no warning.
+
+    At its end Python collects them, so that they read no variable any more.
+    """
+    _SILENT.is_on = True
+    try:
+        yield
+    finally:
+        _SILENT.is_on = False
+        gc.collect()
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ class DeviceMesh:
         default, None, is 0, 1, 2, ... Any order is kept, in collectives too.
 
     Raises:
+      TypeError: the names are no strings, or the shape is no numbers.
       ValueError: names repeat, or names, shape and ids do not agree.
     """
 
@@ -57,6 +58,7 @@ class DeviceMesh:
 
     def __post_init__(self):
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        _check_order(self.axis_names, self.shape)
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if len(self.axis_names) != len(self.shape):
             raise ValueError(
@@ -145,6 +147,16 @@ class DeviceMesh:
     def __str__(self) -> str:
         pairs = zip(self.axis_names, self.shape, strict=True)
         return ", ".join(f"{name}={size}" for name, size in pairs)
+
+
+def _check_order(names: tuple, shape: Iterable) -> None:
+    """Raises TypeError for a shape in the place of the names, as Keras has them."""
+    are_names = all(isinstance(name, str) for name in names)
+    if not are_names or any(isinstance(size, str) for size in shape):
+        raise TypeError(
+            f"device mesh of axis names {names} and shape {tuple(shape)}: the names "
+            'come first, as in DeviceMesh(("data", "model"), (2, 4))'
+        )
 
 
 def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ class StoredForm:
       split: the sharding of the stored tensor, if different: see weight-update
         sharding.
       combined: (first, count) of the dims that are stored as one, None for none.
+      kept_from: the program that gave a variable its sharding, if this one did not.
 
     Raises:
       ValueError: `combined` or `split` does not fit the shape.
@@ -39,6 +40,7 @@ class StoredForm:
     sharding: Sharding
     split: Sharding | None = None
     combined: tuple[int, int] | None = None
+    kept_from: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
         first, count = self.combined or (0, 1)

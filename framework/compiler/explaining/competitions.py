@@ -85,7 +85,7 @@ def _decided(
         not isinstance(place.owner, ir.Block) and place.owner.name == CONSTRAINT
     )
     if is_constraint or reasons.border(place) is not None:
-        return Decided.ANNOTATED
+        return Decided.KEPT if reasons.kept_from(place) else Decided.ANNOTATED
     if winner is not None:
         # What came by another op was there before this op could pass the loser on.
         by_this = winner.way and winner.way[-1].op_name == at

@@ -83,7 +83,10 @@ class TensorReport:
       shape: logical shape; for arguments and results the stored shape.
       dtype: element type in HLO's words: "f32", "bf16", ...
       sharding: completed; HLO's text where mesh axes cannot express it.
-      annotated: whether the program annotates it; else its sharding is inferred.
+      annotated: whether the program annotates it; else its sharding is inferred, or
+        kept.
+      kept_from: of an argument, the program that gave its variable this sharding.
+      logical_shape: of what is stored in another shape, else None.
       requested: the annotated sharding if it is another one, else None.
       resharded_from: sharding of the annotated tensor that this one annotates again,
         differently; None for others. Two annotations in a row are a reshard, for
@@ -113,6 +116,8 @@ class TensorReport:
     collectives: tuple[InsertedCollective, ...] = ()
     provenances: tuple[Provenance, ...] = ()
     competitions: tuple[Competition, ...] = ()
+    kept_from: str = ""
+    logical_shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +246,8 @@ def _arguments(program: Program, completion: Completion) -> list[TensorReport]:
     parameters.sort(key=lambda parameter: parameter.number)
     shardings = [completion.sharding(parameter) for parameter in parameters]
     whys = [_why_border(completion.around(p), p.shape) for p in parameters]
-    return _leaves(Kind.ARGUMENT, program.inputs, shardings, program.in_shardings, whys)
+    forms = program.arguments.forms
+    return _leaves(Kind.ARGUMENT, program.inputs, shardings, forms, whys)
 
 
 def _results(program: Program, completion: Completion) -> list[TensorReport]:
@@ -253,7 +259,7 @@ def _results(program: Program, completion: Completion) -> list[TensorReport]:
     else:
         makers = completion.completed.operands(root)
         whys = [_why_element(completion, maker) for maker in makers]
-    return _leaves(Kind.RESULT, program.outputs, shardings, program.out_shardings, whys)
+    return _leaves(Kind.RESULT, program.outputs, shardings, program.out_forms, whys)
 
 
 def _why_element(completion: Completion, maker: Instruction) -> Why:
@@ -286,15 +292,16 @@ def _why_inside(near: Sequence[AdjacentTensor]) -> Why:
     return Why.UNDECIDED
 
 
-def _leaves(kind: Kind, specs, shardings, requested, whys) -> list[TensorReport]:
+def _leaves(kind: Kind, specs, shardings, forms, whys) -> list[TensorReport]:
     """The arguments or results; `whys` are for those that completion left unsharded."""
     paths = nest.flatten_with_joined_string_paths(specs, separator=".")
     reports = []
-    for (path, spec), sharding, wanted, why in zip(
-        paths, shardings, requested, whys, strict=True
+    for (path, spec), sharding, form, why in zip(
+        paths, shardings, forms, whys, strict=True
     ):
         shape = tuple(spec.shape)
-        why = why if wanted is None else Why.PLAN
+        why = why if form is None else Why.PLAN
+        kept_from = form.kept_from if form else ""
         size = itemsize(_hlo_dtype(spec.dtype))
         reports.append(
             TensorReport(
@@ -306,7 +313,9 @@ def _leaves(kind: Kind, specs, shardings, requested, whys) -> list[TensorReport]
                 shape=shape,
                 dtype=_hlo_dtype(spec.dtype),
                 sharding=sharding,
-                annotated=wanted is not None,
+                annotated=form is not None and not kept_from,
+                kept_from=kept_from,
+                logical_shape=None if not form or form.is_logical else form.shape,
                 why_replicated=why if _is_replicated(sharding) else None,
                 **_sizes(sharding, shape, size),
             )

@@ -234,10 +234,18 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
 
 def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
     how = "annotated" if tensor.annotated else "inferred"
+    how = "kept" if tensor.kept_from else how
     yield from _row(tensor_name(tensor), _type(tensor), str(tensor.sharding), how)
     if tensor.source is not None:
         of = "gradient of " if tensor.source.is_gradient else ""
         yield f"      {of}{tensor.source}"
+    if tensor.kept_from:
+        yield f"      as {tensor.kept_from} left its variable"
+    if tensor.logical_shape is not None:
+        padded = len(tensor.logical_shape) == len(tensor.shape)
+        how = "padded" if padded else "with dims combined"
+        shape = ",".join(map(str, tensor.logical_shape))
+        yield f"      stored {how}; its own shape is [{shape}]"
     if tensor.requested is not None:
         yield f"      annotated {tensor.requested}, which completion did not follow"
     if tensor.resharded_from is not None:

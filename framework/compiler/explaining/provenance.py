@@ -35,6 +35,8 @@ class Origin:
       file: of the user's code that made it; "" for arguments and results.
       line: in the file.
       sharding: what it asks for.
+      kept_from: of an argument, the program that gave its variable this sharding, if
+        this one did not.
     """
 
     kind: OriginKind
@@ -43,6 +45,7 @@ class Origin:
     file: str
     line: int
     sharding: Sharding
+    kept_from: str = ""
 
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
@@ -50,7 +53,8 @@ class Origin:
         if self.kind is OriginKind.ANNOTATION and self.layer:
             name = self.layer
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
-        return f"{self.kind.value} {name} {self.sharding}{where}"
+        kept = f", kept from {self.kept_from}" if self.kept_from else ""
+        return f"{self.kind.value} {name} {self.sharding}{where}{kept}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,7 @@ class Decided(enum.Enum):
     """What decided between two axes that cannot both be had."""
 
     ANNOTATED = "the annotation of the tensor, which propagation does not change"
+    KEPT = "the sharding that its variable keeps from another program"
     EARLIER = "the order of steps: what comes first stays"
     AT_OP = "the op, at which both were: it passes on one of them"
     UNEVEN = "the size of the dim, which it does not divide"

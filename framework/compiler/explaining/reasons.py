@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 from jax.extend.mlir import ir
@@ -222,7 +223,7 @@ class Reasons:
 
     def _inside(self, name, values) -> tuple[TensorLayout, Place, Spot]:
         """The tensor of a TF op, as `explain` chooses it among the op's values."""
-        value = max(values, key=lambda v: _size(shape_of(v)))
+        value = max(values, key=lambda v: math.prod(shape_of(v)))
         source = self.sources.find(name, shape_of(value))
         own = [v for v in values if source is not None and shape_of(v) in source.shapes]
         value = own[-1] if own else value
@@ -241,10 +242,8 @@ class Reasons:
     @functools.cached_property
     def _paths(self) -> dict[Kind, list[str]]:
         signature, paths = self.written.signature, {}
-        for kind, specs in (
-            (Kind.ARGUMENT, signature.inputs),
-            (Kind.RESULT, signature.outputs),
-        ):
+        nests = {Kind.ARGUMENT: signature.inputs, Kind.RESULT: signature.outputs}
+        for kind, specs in nests.items():
             pairs = nest.flatten_with_joined_string_paths(specs, separator=".")
             paths[kind] = [path or kind.value for path, _ in pairs]
         return paths
@@ -273,16 +272,19 @@ class Reasons:
 
     def _read(self, place: Place) -> Sharding:
         completed, is_result = self.recorded.sharding(place), isinstance(place, Result)
-        value = self.recorded.returned[place.number] if is_result else place
-        manual = () if is_result else _manual(value)
-        if completed is None:
-            dims = ((),) * len(shape_of(value))
-        else:
-            dims = tuple(
-                tuple(axis for axis in axes if axis not in manual)
-                for axes in completed.dims
-            )
-        return Sharding(self.mesh, dims, manual=manual)
+        manual = () if is_result else _manual(place)
+        dims = completed.dims if completed else ((),) * len(self.shape(place))
+        dims = [tuple(axis for axis in axes if axis not in manual) for axes in dims]
+        is_border = is_result or place.owner == self.recorded.main.regions[0].blocks[0]
+        if is_border and self.border(place) is None:
+            # Arrays between programs are split evenly: XLA drops the axes left over.
+            dims = map(self._dividing, dims, self.shape(place))
+        return Sharding(self.mesh, tuple(dims), manual=manual)
+
+    def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        while size % self.mesh.axes_size(axes):
+            axes = axes[:-1]
+        return axes
 
     def is_fixed(self, place: Place, dim: int) -> bool:
         """Whether a dim is as an annotation of the place, or of its only use, says."""
@@ -356,6 +358,13 @@ class Reasons:
             return self._borders[Kind.ARGUMENT][place.arg_number]
         return None
 
+    def kept_from(self, place: Place) -> str:
+        """The program that gave an argument's variable its sharding, if another did."""
+        if isinstance(place, Result) or not isinstance(place.owner, ir.Block):
+            return ""
+        form = self.written.in_forms[place.arg_number]
+        return form.kept_from if form and self.border(place) == form.border else ""
+
     def _origin_name(self, place: Place, axis: str) -> str:
         names = self.recorded.origins(place)
         if axis in names:
@@ -415,10 +424,10 @@ class Reasons:
 
     def _new_origin(self, place: Place) -> Origin:
         if isinstance(place, Result):
-            return self._border_origin(Kind.RESULT, place.number)
+            return self._border_origin(Kind.RESULT, place.number, place)
         owner = place.owner
         if isinstance(owner, ir.Block):
-            return self._border_origin(Kind.ARGUMENT, place.arg_number)
+            return self._border_origin(Kind.ARGUMENT, place.arg_number, place)
         kind, name = OriginKind.COMPILER, tf_name(_maker(place))
         source = self.sources.find(name, shape_of(place))
         if owner.name == EDGE:
@@ -446,7 +455,7 @@ class Reasons:
                 yield Arrival(-1, op, op.results[0], Direction.BACK)
                 return
 
-    def _border_origin(self, kind: Kind, number: int) -> Origin:
+    def _border_origin(self, kind: Kind, number: int, place: Place) -> Origin:
         return Origin(
             kind=OriginKind(kind.value),
             name=self._paths[kind][number],
@@ -454,6 +463,7 @@ class Reasons:
             file="",
             line=0,
             sharding=self._borders[kind][number],
+            kept_from=self.kept_from(place),
         )
 
     def _asked(self, place: ir.Value) -> Sharding:
@@ -488,10 +498,3 @@ def _maker(place: ir.Value) -> ir.Operation:
 def _manual(value: ir.Value) -> tuple[str, ...]:
     owner = value.owner
     return manual_axes(owner.owner if isinstance(owner, ir.Block) else owner.parent)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for count in shape:
-        size *= count
-    return size

@@ -40,7 +40,9 @@ def jax_mesh(
         raise ValueError(
             f"device mesh ({mesh}) needs {mesh.size} devices but {len(devices)} "
             f"{jax.default_backend()} devices exist (no device {missing[0]}); use a "
-            "smaller mesh or, on CPU, ask for more virtual devices (--device_count)"
+            'smaller mesh or, on CPU, more virtual devices: mw.set_platform("cpu", '
+            f"device_count={max(mesh.ids.flat) + 1}) in Python, for a command "
+            f"--device_count={max(mesh.ids.flat) + 1}"
         )
     ids, torus = mesh.ids, topology_of(devices)
     if mesh.device_ids is None and torus is not None and torus.size == mesh.size:

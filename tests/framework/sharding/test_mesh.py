@@ -64,6 +64,12 @@ def test_a_bad_mesh_is_refused(args, message):
         DeviceMesh(*args)
 
 
+@pytest.mark.parametrize("args", [((2, 4), ("data", "model")), ((2,), (4,))])
+def test_names_come_before_the_shape(args):
+    with pytest.raises(TypeError, match="the names come first, as in DeviceMesh"):
+        DeviceMesh(*args)
+
+
 def test_an_unknown_axis_names_those_there_are():
     mesh = DeviceMesh(("data", "model"), (2, 4))
     with pytest.raises(ValueError, match=r"'modle': the mesh has \('data', 'model'\)"):

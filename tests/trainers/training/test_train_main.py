@@ -309,8 +309,9 @@ def test_command_fails_with_one_message(tmp_path):
     assert (process.returncode, out) == (1, "")
     assert err == (
         "meshwright-train: device mesh (X=2, Y=4) needs 8 devices but 4 cpu devices "
-        "exist (no device 4); use a smaller mesh or, on CPU, ask for more virtual "
-        "devices (--device_count)\n(--traceback shows where)\n"
+        "exist (no device 4); use a smaller mesh or, on CPU, more virtual devices: "
+        'mw.set_platform("cpu", device_count=8) in Python, for a command '
+        "--device_count=8\n(--traceback shows where)\n"
     )
     assert not (tmp_path / "run").exists()
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
+from meshwright.framework.functions.mesh_variable import value_of
 
 distribute = mw.keras.distribute
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
@@ -148,9 +149,11 @@ assert "meshwright" not in sys.modules
 """
 
 
-def test_an_exported_model_serves_without_meshwright(trained, tmp_path):
+def test_an_exported_model_serves_without_meshwright(trained, tmp_path, caplog):
     model, _, _ = trained
     model.export(tmp_path, verbose=False)
+    assert "does not run on the mesh" not in caplog.text
+    assert not any(value_of(v._value).readers for v in model.variables)
     np.save(tmp_path / "x.npy", X)
     command = [sys.executable, "-c", _SERVE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

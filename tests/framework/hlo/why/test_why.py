@@ -198,3 +198,37 @@ def test_a_collective_of_several_tensors_is_counted_once():
 
     assert len(rows(explanation)) > 2
     assert rows(more) == rows(explanation)
+
+
+def test_an_axis_that_does_not_divide_an_argument_does_not_split_it():
+    mesh = mw.DeviceMesh(("data", "model"), (2, 4))
+    h = tf.Variable(tf.ones([64, 10]), name="h")
+    c = tf.Variable(tf.zeros([10]), name="c")
+    x = tf.TensorSpec([8, 64])
+    last = mw.function(lambda x: x @ h + c, mesh, layout={"^h": [None, "model"]})
+    program = last.program(x)
+    answer = one(program.why("1.c"))
+    assert str(answer.tensor.sharding) == "[_]" and not answer.provenances
+    assert [c.decided for c in answer.competitions] == [Decided.UNEVEN]
+    assert one(program.why("values.0")).tensor.sharding.dims == ((), ())
+    text = str(mw.explain(program, reasons=True))
+    assert re.search(r"1\.c +f32\[10\] +\[_\] +inferred\n", text)
+    assert "annotated\n      stored padded; its own shape is [64,10]\n" in text
+    last(tf.ones([8, 64]))
+    later = mw.function(lambda x: x @ h + c, mesh, name="later").program(x)
+    kept = next(t for t in mw.explain(later).tensors if t.op_name == "1.h")
+    assert not kept.annotated and kept.kept_from == last.name
+    assert "kept\n      as lambda left its variable\n" in str(mw.explain(later))
+    assert "argument 1.h [_,model], kept from lambda" in str(later.why("1.h"))
+
+
+def test_axes_that_divide_an_argument_stay():
+    mesh = mw.DeviceMesh(("data", "model"), (2, 4))
+
+    def add(c):
+        return mw.mesh_split(tf.range(4.0), mesh, [("data", "model")]) + c
+
+    program = mw.compile_program(add, [tf.TensorSpec([4])], mesh)
+    explained = {t.kind: str(t.sharding) for t in mw.explain(program).tensors[:2]}
+    lies = {t.kind: str(t.sharding) for t in program.reasons.tensors[:2]}
+    assert lies == explained and set(lies.values()) == {"[data]"}
