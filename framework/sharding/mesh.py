@@ -58,8 +58,9 @@ class DeviceMesh:
 
     def __post_init__(self):
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
-        _check_order(self.axis_names, self.shape)
-        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        shape = tuple(self.shape)
+        _check_order(self.axis_names, shape)
+        object.__setattr__(self, "shape", tuple(int(n) for n in shape))
         if len(self.axis_names) != len(self.shape):
             raise ValueError(
                 f"device mesh names {len(self.axis_names)} axes {self.axis_names} "
@@ -149,12 +150,12 @@ class DeviceMesh:
         return ", ".join(f"{name}={size}" for name, size in pairs)
 
 
-def _check_order(names: tuple, shape: Iterable) -> None:
+def _check_order(names: tuple, shape: tuple) -> None:
     """Raises TypeError for a shape in the place of the names, as Keras has them."""
     are_names = all(isinstance(name, str) for name in names)
     if not are_names or any(isinstance(size, str) for size in shape):
         raise TypeError(
-            f"device mesh of axis names {names} and shape {tuple(shape)}: the names "
+            f"device mesh of axis names {names} and shape {shape}: the names "
             'come first, as in DeviceMesh(("data", "model"), (2, 4))'
         )
 

@@ -67,7 +67,9 @@ def case_of(text: str) -> Case:
 
 def _mesh(text: str, ids: str | None = None) -> DeviceMesh:
     axes = dict(axis.split("=") for axis in text.split(", "))
-    return DeviceMesh(tuple(axes), tuple(axes.values()), ids and ast.literal_eval(ids))
+    return DeviceMesh(
+        tuple(axes), tuple(map(int, axes.values())), ids and ast.literal_eval(ids)
+    )
 
 
 def _annotation(mesh: DeviceMesh, text: str) -> Sharding | None:
