@@ -38,7 +38,7 @@ def test_any_other_error_is_one(monkeypatch, tmp_path):
 
 def test_a_pipeline_is_of_one_plan():
     experiment, _ = build_experiment(["lm/stdlib_pipeline.gin"], [])
-    with pytest.raises(OnePlanError, match="cannot be traced for all plans"):
+    with pytest.raises(OnePlanError, match="stages must fit their axis"):
         named_step(experiment, names_of(experiment))
 
 
