@@ -7,7 +7,6 @@ The model stays as it is. Only the functions that Keras makes of its `train_step
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from meshwright.framework.functions.layout import (
 )
 from meshwright.framework.functions.tensor_parallel import Planned, TensorParallel
 from meshwright.framework.sharding.annotations import mesh_split
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 
 __all__ = ["backup", "distribute", "program"]
@@ -350,13 +349,8 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     for option in options.keys() - {*_OPTIONS}:
         raise TypeError(
             f"{model.name}: distribute has no option {option!r}"
-            f"{_did_you_mean(option, _OPTIONS)}; it has {', '.join(_OPTIONS)}"
+            f"{did_you_mean(option, _OPTIONS)}; it has {', '.join(_OPTIONS)}"
         )
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _data_axes(
@@ -409,7 +403,7 @@ def _layout(
     if isinstance(layout, Mapping):
         rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
         return LayoutTable(rows)
-    hint = _did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
+    hint = did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
     raise ValueError(
         f"{model.name}: the layout is {layout!r}{hint.rstrip('?')}; pass 'data', "
         "'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions to the "

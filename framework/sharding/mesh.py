@@ -160,6 +160,12 @@ def _check_order(names: tuple, shape: tuple) -> None:
         )
 
 
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """What ends a message on an unknown name: the most similar known name, if any."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The index in flattened `ids` of each of `wanted`; both hold the same ids.
 
@@ -177,10 +183,9 @@ def _part(mesh: DeviceMesh, axis: str) -> SubAxis:
         return SubAxis(axis, 1, sizes[axis])
     match = _PART.fullmatch(axis)
     if match is None or match["axis"] not in sizes:
-        near = difflib.get_close_matches(axis, mesh.axis_names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown mesh axis {axis!r}: the mesh has {mesh.axis_names}{hint}"
+            f"unknown mesh axis {axis!r}: the mesh has {mesh.axis_names}"
+            f"{did_you_mean(axis, mesh.axis_names)}"
         )
     part = SubAxis(match["axis"], int(match["before"]), int(match["size"]))
     if part.end < 1 or sizes[part.axis] % part.end:

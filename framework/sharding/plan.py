@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from meshwright.framework.markup import axes_html, code_html, table_html
 from meshwright.framework.sharding.annotations import annotate
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.origins import note_dims
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -82,8 +81,7 @@ class ShardingPlan:
             for dim, axes in getattr(self, table_name).items():
                 for axis in as_axes(axes):
                     if axis not in self.mesh_axes:
-                        near = difflib.get_close_matches(axis, self.mesh_axes, 1)
-                        hint = f"; did you mean {near[0]!r}?" if near else ""
+                        hint = did_you_mean(axis, self.mesh_axes)
                         raise ValueError(
                             f"sharding plan: {table_name}[{dim!r}] names mesh axis "
                             f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
