@@ -53,13 +53,13 @@ def with_reasons(
     """
     every = transfers(reasons)
     sent: dict[str, list[Transfer]] = {}
-    for one in every:
+    for transfer in every:
         # XLA's is at the op that needs a tensor, or at the one that makes it.
-        for name in dict.fromkeys((one.at, one.tensor)):
-            sent.setdefault(name, []).append(one)
+        for name in dict.fromkeys((transfer.at, transfer.tensor)):
+            sent.setdefault(name, []).append(transfer)
     tensors = {(tensor.kind, tensor.name): tensor for tensor in reasons.tensors}
     with reasons.opened():
-        found = tuple(
+        explained = tuple(
             dataclasses.replace(
                 _with_reasons(report, reasons, sent),
                 competitions=_lost(
@@ -69,8 +69,8 @@ def with_reasons(
             for report in reports
         )
     names = {report.op_name for report in reports}
-    left = [one for one in every if one.at not in names]
-    return found, tuple(_alike(collective, left) for collective in elsewhere)
+    left = [t for t in every if t.at not in names]
+    return explained, tuple(_alike(collective, left) for collective in elsewhere)
 
 
 def _with_reasons(
@@ -102,9 +102,9 @@ def _lost(
         return ()
     dims = report.sharding.dims
     return tuple(
-        one
-        for one in competitions(reasons, reasons.place(tensor))
-        if one.dim < len(dims) and one.axis not in dims[one.dim]
+        lost
+        for lost in competitions(reasons, reasons.place(tensor))
+        if lost.dim < len(dims) and lost.axis not in dims[lost.dim]
     )
 
 
@@ -150,8 +150,8 @@ def _between(
     Those to the op of a name come before those of what it makes.
     """
     axes = mesh.entire(collective.axes or ())
-    along = [one for one in sent if axes & mesh.entire(one.axes)]
-    here = [one for one in along if one.at == name]
+    along = [t for t in sent if axes & mesh.entire(t.axes)]
+    here = [t for t in along if t.at == name]
     by_kind = [[t for t in of if collective.kind in t.kinds] for of in (here, along)]
     return dataclasses.replace(
         collective, between=tuple(by_kind[0] or by_kind[1] or here or along)
