@@ -1,10 +1,26 @@
 """What tests of attention on eight devices share."""
 
+import dataclasses
+
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.modeling.layer import Context, Mode, annotate_weights
+from meshwright.framework.sharding.plan import ShardingPlan
+
+SPLIT = {"heads": "tensor", "hidden": "tensor"}
+PLAN = ShardingPlan(
+    mesh_axes=("data", "tensor"),
+    mesh_shape=(2, 4),
+    weights=SPLIT,
+    activations={"batch": "data", **SPLIT},
+)
+SEQUENCE_PARALLEL = dataclasses.replace(
+    PLAN,
+    activations={**PLAN.activations, "stream": "tensor"},
+    unreduced_gradient_axes=("tensor",),
+)
 
 
 def some_of(all_cases, some):

@@ -18,7 +18,6 @@ from meshwright.framework.modeling.layer import (
 )
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.learned_terms import Sink
@@ -32,22 +31,16 @@ from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.transformer import transformer_layer
-from tests.layers.attention.on_devices import gradients_of, some_of
+from tests.layers.attention.on_devices import (
+    PLAN,
+    SEQUENCE_PARALLEL,
+    SPLIT,
+    gradients_of,
+    some_of,
+)
 from tests.trainers.parity import initial_state, small_experiment, train
 
 B, S, T, M = 4, 19, 11, 8
-SPLIT = {"heads": "tensor", "hidden": "tensor"}
-PLAN = ShardingPlan(
-    mesh_axes=("data", "tensor"),
-    mesh_shape=(2, 4),
-    weights=SPLIT,
-    activations={"batch": "data", **SPLIT},
-)
-SEQUENCE_PARALLEL = dataclasses.replace(
-    PLAN,
-    activations={**PLAN.activations, "stream": "tensor"},
-    unreduced_gradient_axes=("tensor",),
-)
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal([B, S, M], np.float32)
 PACKED = {"segment_ids": (np.arange(S) // 7).astype(np.int32)[None].repeat(B, 0)}

@@ -14,7 +14,6 @@ from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.attention.positions import PositionKind
@@ -23,28 +22,22 @@ from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.stacks.shared_bias import SharedRelativeBias
 from meshwright.layers.transformer import transformer_layer
-from tests.layers.attention.on_devices import gradients_of, some_of
+from tests.layers.attention.on_devices import (
+    PLAN,
+    SEQUENCE_PARALLEL,
+    gradients_of,
+    some_of,
+)
 from tests.trainers.parity import initial_state, small_experiment, train
 
 B, S, M, N, L, BUCKETS = 4, 19, 8, 4, 3, 8
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal([B, S, M], np.float32)
 SEGMENTS = (np.arange(S) // 7).astype(np.int32)[None].repeat(B, 0)
-SPLIT = {"heads": "tensor", "hidden": "tensor"}
-PLAN = ShardingPlan(
-    mesh_axes=("data", "tensor"),
-    mesh_shape=(2, 4),
-    weights=SPLIT,
-    activations={"batch": "data", **SPLIT},
-)
 PLANS = {
     "one device": dataclasses.replace(PLAN, mesh_shape=(1, 1)),
     "tensor": PLAN,
-    "sequence": dataclasses.replace(
-        PLAN,
-        activations={**PLAN.activations, "stream": "tensor"},
-        unreduced_gradient_axes=("tensor",),
-    ),
+    "sequence": SEQUENCE_PARALLEL,
     "data": dataclasses.replace(
         PLAN, mesh_shape=(8, 1), unreduced_gradient_axes=("data",)
     ),
