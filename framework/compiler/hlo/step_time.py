@@ -240,27 +240,64 @@ class Walk(abc.ABC):
         if loop.trips is not None:
             return loop.trips
         root = next(i for i in self.inside[condition] if i.is_root)
-        bounds = self.bounds(root)
-        if not bounds:
+        trips = [
+            -(-(bound - self.first(loop, number)) // self.step(loop, number))
+            for number, bound in self.bounds(root)
+        ]
+        if not trips:
             raise ValueError(
                 f"loop {loop.name} ({loop.op_name}) has no bound that can be read, so "
                 "its time cannot be estimated"
             )
-        return min(bounds)
+        return min(trips)
 
-    def bounds(self, condition: Instruction) -> list[int]:
-        """The bounds of counters in a condition; `tf.scan` has two, joined by `and`."""
+    def bounds(self, condition: Instruction) -> list[tuple[int, int]]:
+        """The counters in a condition, by their number in the loop's tuple, and bounds.
+
+        `tf.scan` has two, joined by `and`.
+        """
         if condition.opcode == "and":
             parts = self.module.operands(condition)
             return [bound for part in parts for bound in self.bounds(part)]
         if condition.opcode == "fusion":
             (called,) = condition.called
-            return self.bounds(next(i for i in self.inside[called] if i.is_root))
+            inner = self.bounds(next(i for i in self.inside[called] if i.is_root))
+            operands = self.module.operands(condition)
+            return [
+                (operands[number].number, bound)
+                for number, bound in inner
+                if operands[number].opcode == "get-tuple-element"
+            ]
         if condition.opcode == "compare":
             counter, bound = self.module.operands(condition)
             counts = counter.opcode in ("get-tuple-element", "parameter")
-            return [bound.number] if counts and bound.number is not None else []
+            known = counts and bound.opcode == "constant" and bound.number is not None
+            return [(counter.number, bound.number)] if known else []
         return []
+
+    def first(self, loop: Instruction, number: int) -> int:
+        """What an element of a loop's tuple begins with; 0 where that is not known."""
+        (state,) = self.module.operands(loop)
+        if state.opcode != "tuple":
+            return 0
+        begins = self.module.by_name[state.operands[number]]
+        while begins.opcode == "copy":
+            (begins,) = self.module.operands(begins)
+        return (begins.number or 0) if begins.opcode == "constant" else 0
+
+    def step(self, loop: Instruction, number: int) -> int:
+        """What a trip adds to a counter: 2 where the compiler unrolled a loop."""
+        _, body = _loop(loop)
+        root = next(i for i in self.inside[body] if i.is_root)
+        new, step = self.module.by_name[root.operands[number]], 0
+        while new.opcode in ("add", "copy"):
+            new, *added = self.module.operands(new)
+            for part in added:
+                if part.opcode == "constant":
+                    step += part.number or 0
+                elif part.opcode == "get-tuple-element":
+                    step += self.first(loop, part.number)
+        return step or 1
 
     def begun(self, op: Instruction) -> str | None:
         """The name of the start of the collective that an op ends, if it ends one."""

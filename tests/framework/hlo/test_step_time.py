@@ -330,6 +330,27 @@ SCAN = """\
   ROOT %both = pred[] and(%below, %fewer)"""
 
 
+@pytest.mark.parametrize(("start", "trips"), [(0, 16), (1, 16), (2, 15)])
+def test_a_counter_that_skips_numbers_ends_sooner(start, trips):
+    """As of loops that the compiler unrolls, such as those of windowed einsums."""
+    text = PROGRAM.replace("%one = s32[] constant(1)", "%one = s32[] constant(2)")
+    text = text.replace(
+        "%start = s32[] constant(0)", f"%start = s32[] constant({start})"
+    )
+    assert {c.count for c in estimate(text).collectives} == {trips}
+
+
+def test_what_is_added_may_be_the_loops_own():
+    text = PROGRAM.replace("(s32[], bf16[64,64])", "(s32[], bf16[64,64], s32[])")
+    text = text.replace("%scattered)\n", "%scattered, %one)\n")
+    text = text.replace("tuple(%start, %scaled)", "tuple(%start, %scaled, %four)")
+    text = text.replace(
+        "  %one = s32[] constant(1)", "  %one = s32[] get-tuple-element(%q), index=2"
+    )
+    text = text.replace("  %start =", "  %four = s32[] constant(4)\n  %start =")
+    assert {c.count for c in estimate(text).collectives} == {8}
+
+
 def test_a_loop_with_two_counters_ends_with_the_first():
     less = "  ROOT %less = pred[] compare(%i, %bound), direction=LT"
     assert less in PROGRAM
