@@ -6,7 +6,7 @@ more: "How To Scale Your Model" (jax-ml.github.io/scaling-book), part 3. So smal
 collectives are bound by latency, which grows with the group.
 
 Where a group fills a box of several dims of a torus, libtpu divides the data by the dim
-along which it goes first (the text of its all-reduces on v5e says `StrategyND`, of 2
+along which it goes first (the text of its all-reduces on v5e says "StrategyND", of 2
 colors and 2 phases on 16 x 16 chips), so that the links of all dims are used at once.
 """
 
