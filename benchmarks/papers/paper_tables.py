@@ -3,7 +3,7 @@
     python benchmarks/papers/paper_tables.py --table=2 [--rows=64b_128,1t]
       [--json_out=FILE]
 
-TPU v3, from 8 to 2048 cores, if the table says no other kind:
+On TPU v3, from 8 to 2048 cores, unless another kind is named:
   2, 3    GSPMD 5.1, dense Transformers
   4       GSPMD 5.2, the same in pipelines
   5       GSPMD 5.3, pipelined Conformers
