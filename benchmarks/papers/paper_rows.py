@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshwright.trainers.planning.search.plan_cache import PlanCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a table, as published; NaN where no number was.
+
+    Args:
+      table: one of those that `paper_tables.py` lists.
+      name: our name of it.
+      topology: the TPU slice with the paper's number of cores.
+      gin_file: path below params/.
+      gin_params: bindings that override it.
+      peak_gb: peak memory of a core.
+      step_s: seconds of a step.
+      util: FLOPS utilization, of 1, by the model's FLOPs.
+      all_to_all: the share of the step in AllToAlls.
+      bubbles: the share of the step in pipelines' bubbles.
+      recompute: the share of the step that recomputes, outside bubbles.
+    """
+
+    table: str
+    name: str
+    topology: str
+    gin_file: str
+    gin_params: tuple[str, ...] = ()
+    peak_gb: float = math.nan
+    step_s: float = math.nan
+    util: float = math.nan
+    all_to_all: float = math.nan
+    bubbles: float = math.nan
+    recompute: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
     python benchmarks/papers/paper_tables.py --table=2 [--rows=64b_128,1t]
       [--json_out=FILE]
 
-TPU v3, from 8 to 2048 cores:
+On TPU v3, from 8 to 2048 cores, unless another kind is named:
   2, 3    GSPMD 5.1, dense Transformers
   4       GSPMD 5.2, the same in pipelines
   5       GSPMD 5.3, pipelined Conformers
@@ -12,6 +12,7 @@ TPU v3, from 8 to 2048 cores:
   8       GSPMD 5.6, 3D U-Nets, partitioned spatially
   gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
           core for all depths and numbers of experts
+  maxtext language models that MaxText measured on v5e, v5p and v6e (maxtext_rows.py)
   wus     weight-update sharding's models, with it and without (paper_updates.py)
 
 Each row is a shipped gin file; the program is the trainer's, compiled for the pod by
@@ -35,10 +36,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import maxtext_rows
 import numpy as np
 import paper_updates
 from absl import app, flags
-from paper_rows import RowKind
+from paper_rows import Row, RowKind
 from paper_updates import UpdateRow
 
 from meshwright.framework.devices.network import LINK_EFFICIENCY
@@ -60,40 +62,9 @@ def define_flags() -> None:
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
-TABLES = ("2", "3", "4", "5", "6", "7", "8", "gshard", paper_updates.TABLE)
+TABLES = (*"2345678", "gshard", maxtext_rows.TABLE, paper_updates.TABLE)
 CALIBRATED = ("2", "3")
 """The tables whose rows the estimate's constant is calibrated on."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of a table, as in the paper; NaN where the paper has no number.
-
-    Args:
-      table: one of `TABLES`.
-      name: our name of it.
-      topology: the TPU slice with the paper's number of cores.
-      gin_file: path below params/.
-      gin_params: bindings that override it.
-      peak_gb: peak memory of a core.
-      step_s: seconds of a step.
-      util: FLOPS utilization, of 1, by the model's FLOPs.
-      all_to_all: the share of the step in AllToAlls.
-      bubbles: the share of the step in pipelines' bubbles.
-      recompute: the share of the step that recomputes, outside bubbles.
-    """
-
-    table: str
-    name: str
-    topology: str
-    gin_file: str
-    gin_params: tuple[str, ...] = ()
-    peak_gb: float = math.nan
-    step_s: float = math.nan
-    util: float = math.nan
-    all_to_all: float = math.nan
-    bubbles: float = math.nan
-    recompute: float = math.nan
 
 
 def _row(table, name, topology, peak_gb, step_s, util, all_to_all=math.nan) -> Row:
@@ -216,7 +187,7 @@ GSHARD_ROWS = (
 )
 """GShard's Table 3: batches of 4M tokens (of both sides) for 2048 experts, else 1M."""
 
-ROWS = GSPMD_ROWS + GSHARD_ROWS
+ROWS = GSPMD_ROWS + GSHARD_ROWS + maxtext_rows.ROWS
 
 
 def chosen_rows(tables: Sequence[str], names: Sequence[str]) -> list[Row | UpdateRow]:

@@ -4,12 +4,17 @@ A collective is a phase, or several one after the other. A phase takes as long a
 busiest link needs for the bytes, or as its longest way needs to be passed, whichever is
 more: "How To Scale Your Model" (jax-ml.github.io/scaling-book), part 3. So small
 collectives are bound by latency, which grows with the group.
+
+Where a group fills a box of several dims of a torus, libtpu divides the data by the dim
+along which it goes first (the text of its all-reduces on v5e says "StrategyND", of 2
+colors and 2 phases on 16 x 16 chips), so that the links of all dims are used at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +24,7 @@ from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.hardware import Hardware
 from meshwright.framework.devices.torus import (
     all_pairs,
+    box_lines,
     link_load,
     longest_way,
     ring_hops,
@@ -113,10 +119,9 @@ class TorusNetwork(Network):
         """In rings along one axis after the other, for the part of it that is left."""
         phases = []
         for axis in axes:
-            count = self.mesh.axis_size(axis)
-            load, hops = _axis_cost(self.order, self.mesh, axis)
-            phases.append(self._phase(size * (count - 1) / count / 2 * load, hops))
-            size /= count
+            ways = _axis_ways(self.order, self.mesh, axis)
+            phases.append(self._by_ways(ways, size))
+            size /= self.mesh.axis_size(axis)
         return phases
 
     def scatters(self, axis: str) -> bool:
@@ -129,9 +134,7 @@ class TorusNetwork(Network):
 
     def around(self, rings: Groups, size: float) -> Phase:
         """Reduce-scattering or all-gathering `size` bytes in each of these rings."""
-        load, hops = _ring_cost(self.order, rings)
-        count = len(rings[0])
-        return self._phase(size * (count - 1) / count / 2 * load, hops)
+        return self._by_ways(_ring_ways(self.order, rings), size)
 
     def between(self, pairs: Groups, size: float) -> Phase:
         """Sending `size` bytes from the first device of each pair to the second."""
@@ -167,6 +170,23 @@ class TorusNetwork(Network):
         else:
             phases = [self.around(groups, size)]
         return [phase.times(2) for phase in phases] if kind == "all-reduce" else phases
+
+    def _by_ways(self, ways: Sequence[_Way], size: float) -> Phase:
+        """Along a ring; or, in boxes, a part of the data along each dim first.
+
+        The parts then turn to the next dim, and so on, so that no two share links.
+        """
+        link_bytes, hops = 0.0, 0
+        for turn in range(len(ways)):
+            loads = []
+            for first in range(len(ways)):
+                passed = [ways[(first + n) % len(ways)] for n in range(turn + 1)]
+                way = passed.pop()
+                left = size / len(ways) / math.prod(other.count for other in passed)
+                loads.append(left * (way.count - 1) / way.count / 2 * way.load)
+            link_bytes += max(loads)
+            hops += max(way.hops for way in ways)
+        return self._phase(link_bytes, hops)
 
     def _phase(self, link_bytes: float, hops: int) -> Phase:
         speed = self.hardware.link_bandwidth * LINK_EFFICIENCY
@@ -232,19 +252,42 @@ class GpuNetwork:
         return Phase(moving=moving, waiting=self.gpus.kind.latency)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How data goes around: in rings, or along one dim of boxes.
+
+    Args:
+      count: devices of a ring.
+      load: see `ring_load`.
+      hops: see `ring_hops`.
+    """
+
+    count: int
+    load: int
+    hops: int
+
+
+@functools.lru_cache(maxsize=256)
+def _axis_ways(order: DeviceOrder, mesh: DeviceMesh, axis: str) -> tuple[_Way, ...]:
+    return _ring_ways(order, axis_groups(mesh, (axis,)))
+
+
+@functools.lru_cache(maxsize=256)
+def _ring_ways(order: DeviceOrder, rings: Groups) -> tuple[_Way, ...]:
+    torus, positions = order.topology, order.positions[np.array(rings)]
+    # On kinds with two cores on a chip the constant was fitted to rings.
+    lines = box_lines(positions) if torus.kind.cores == 1 else None
+    return tuple(
+        _Way(
+            count=around.shape[1],
+            load=ring_load(torus, around),
+            hops=ring_hops(torus, around),
+        )
+        for around in lines or [positions]
+    )
+
+
 # Of groups: the load of the busiest link, and the links passed one after the other.
-
-
-@functools.lru_cache(maxsize=256)
-def _axis_cost(order: DeviceOrder, mesh: DeviceMesh, axis: str) -> tuple[int, int]:
-    return _ring_cost(order, axis_groups(mesh, (axis,)))
-
-
-@functools.lru_cache(maxsize=256)
-def _ring_cost(order: DeviceOrder, rings: Groups) -> tuple[int, int]:
-    positions = order.positions[np.array(rings)]
-    torus = order.topology
-    return ring_load(torus, positions), ring_hops(torus, positions)
 
 
 @functools.lru_cache(maxsize=256)

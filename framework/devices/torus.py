@@ -6,6 +6,8 @@ not hinder each other; devices on the same chip need no link.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from meshwright.framework.devices.topology import Topology
@@ -100,6 +102,31 @@ def ring_load(torus: Topology, rings: np.ndarray) -> int:
     return link_load(
         torus, np.concatenate([source, target]), np.concatenate([target, source])
     )
+
+
+def box_lines(groups: np.ndarray) -> list[np.ndarray] | None:
+    """The lines along each dim of the boxes that groups fill.
+
+    Args:
+      groups: int [groups, devices, dims + 1], positions.
+
+    Returns:
+      int [lines, devices, dims + 1] for each dim that a box has; None if groups fill no
+      boxes of one size, or the boxes have a single dim.
+    """
+    shape = tuple(len(np.unique(places)) for places in groups[0].T)
+    if math.prod(shape) != groups.shape[1] or sum(n > 1 for n in shape) < 2:
+        return None
+    boxes = np.stack([group[np.lexsort(group.T[::-1])] for group in groups])
+    boxes = boxes.reshape(len(groups), *shape, groups.shape[-1])
+    lines = []
+    for dim in (dim for dim, n in enumerate(shape) if n > 1):
+        along = np.moveaxis(boxes, dim + 1, -2)
+        along = along.reshape(-1, shape[dim], groups.shape[-1])
+        if (np.delete(along, dim, axis=2).std(axis=1) > 0).any():
+            return None
+        lines.append(along)
+    return lines
 
 
 def _neighbours(rings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

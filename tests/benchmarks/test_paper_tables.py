@@ -14,7 +14,7 @@ import pytest
 # Where a script finds its neighbours.
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"))
 
-from benchmarks.papers import paper_tables  # noqa: E402
+from benchmarks.papers import maxtext_rows, paper_tables  # noqa: E402
 from benchmarks.papers.paper_tables import (  # noqa: E402
     CALIBRATED,
     GSPMD_ROWS,
@@ -24,6 +24,7 @@ from benchmarks.papers.paper_tables import (  # noqa: E402
 from meshwright.framework.compiler.hlo.step_errors import (  # noqa: E402
     ALL_STEPS,
     MEASURED_KIND,
+    SEEN_ERRORS,
     STEP_ERRORS,
     ModelKind,
 )
@@ -46,6 +47,7 @@ KINDS = {
     "7": ModelKind.EXPERTS,
     "8": ModelKind.UNET,
     "gshard": ModelKind.EXPERTS,
+    "maxtext": ModelKind.DENSE,
 }
 
 
@@ -87,7 +89,7 @@ def test_each_row_has_a_file_for_its_pod(row):
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in GSPMD_ROWS if not math.isnan(row.util)],
+    [row for row in (*GSPMD_ROWS, *maxtext_rows.ROWS) if not math.isnan(row.util)],
     ids=lambda row: f"{row.table}-{row.name}",
 )
 def test_flops_are_the_papers(row):
@@ -115,6 +117,9 @@ def rows_of_docs():
     # By rows a core, layers and experts.
     gshard = [(r.table, r.name) for r in ROWS if r.table == "gshard"]
     keys += sorted(gshard, key=lambda key: numbers(key[1])[::-1])
+    # Those that were compiled.
+    newer = [(r.table, r.name) for r in ROWS if r.table == maxtext_rows.TABLE]
+    keys += [key for key in newer if key in kept_rows()]
     rows = []
     for line in text[text.index("## The papers' tables") :].splitlines():
         cells = cells_of(line)
@@ -274,6 +279,20 @@ def test_the_error_bars_are_those_of_rows_left_out():
         assert statistics.mean(errors[kind]) == pytest.approx(error.mean, abs=5e-4)
         assert max(errors[kind]) == pytest.approx(error.worst, abs=5e-4), kind
     assert {topology(row.topology).kind.name for row in GSPMD_ROWS} == {MEASURED_KIND}
+
+
+def test_the_seen_errors_are_those_of_the_newer_rows():
+    kept, errors = kept_rows(), {}
+    for row in maxtext_rows.ROWS:
+        ours = kept.get((row.table, row.name), {}).get("ours", {"fits": False})
+        if ours["fits"]:
+            tpu = topology(row.topology).kind.name
+            errors.setdefault(tpu, []).append(abs(ours["step_s"] / row.step_s - 1))
+    assert set(errors) == set(SEEN_ERRORS)
+    for tpu, error in SEEN_ERRORS.items():
+        assert len(errors[tpu]) == error.steps, tpu
+        assert statistics.mean(errors[tpu]) == pytest.approx(error.mean, abs=5e-4)
+        assert max(errors[tpu]) == pytest.approx(error.worst, abs=5e-4), tpu
 
 
 # How far a row's step time may be from the paper's: see docs/reference/planning.md.

@@ -24,7 +24,9 @@ from meshwright.framework.compiler.hlo.out_of_memory import Allocation
 from meshwright.framework.compiler.hlo.step_errors import (
     ALL_STEPS,
     MEASURED_KIND,
+    SEEN_ERRORS,
     STEP_ERRORS,
+    ModelKind,
 )
 from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -188,6 +190,7 @@ def _time(report: CompileReport) -> dict[str, Any]:
         "peak_flops": report.peak_flops,
         "step_seconds": report.step_seconds,
         "step_error": _step_error(report),
+        "seen_error": _seen_error(report),
         "roofline_seconds": report.roofline_seconds,
         "flops_utilization": report.flops_utilization,
         "parts": parts,
@@ -222,6 +225,20 @@ def _step_error(report: CompileReport) -> dict[str, Any] | None:
         "kind": None if kind is None else kind.value,
         **dataclasses.asdict(error),
         "worst_of_all": ALL_STEPS.worst,
+    }
+
+
+def _seen_error(report: CompileReport) -> dict[str, Any] | None:
+    """Errors of the few steps that were published for other TPUs; None without any."""
+    if report.time is None or report.pod.kind.name not in SEEN_ERRORS:
+        return None
+    if model_kind(report.experiment.task) is not ModelKind.DENSE:
+        return None
+    tpu = report.pod.kind.name
+    return {
+        "tpu": tpu,
+        "kind": ModelKind.DENSE.value,
+        **dataclasses.asdict(SEEN_ERRORS[tpu]),
     }
 
 

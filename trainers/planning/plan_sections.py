@@ -226,6 +226,12 @@ def _error_text(document: Document) -> str:
             "launches are not counted, nor what else slows a GPU, and no device was "
             "measured"
         )
+    if error is None and (seen := document["seen_error"]) is not None:
+        return (
+            f"error unknown; of the published TPU {seen['tpu']} steps of "
+            f"{seen['kind']}, {seen['steps']} of which were compared, the worst is off "
+            f"by {share_text(seen['worst'])}"
+        )
     if error is None:
         return "error unknown, as no measured step of such devices was compared"
     least, most = (seconds_text(step * (1 + sign * error["worst"])) for sign in (-1, 1))

@@ -19,6 +19,10 @@ from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 from meshwright.framework.sharding.xla_form import axis_groups, ints, iota
 
 PERMUTE = "collective-permute"
+ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
+ASYNC_DONE = 'custom_call_target="AsyncCollectiveDone"'
+"""In fusions of the TPU compiler, of which one starts a collective, and one ends it."""
+_CARRYING = "async_collective_fusion"
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
 _IOTA = r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
 _IOTA_GROUPS = re.compile(rf"\[(?P<dims>[\d,]+)\]<={_IOTA}")
@@ -62,6 +66,9 @@ class Collective:
 def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
     """All collectives of an optimized module for `mesh`, in textual order.
 
+    TPU programs have a collective that products carry on again in each of their
+    fusions, and where it ends; here it is where it starts.
+
     Raises:
       ValueError: a collective has device groups of an unknown form.
     """
@@ -71,11 +78,20 @@ def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
         groups = _groups(text, () if moves else (tuple(range(mesh.size)),))
         return groups, (_axes_between if moves else _axes_of)(groups, mesh)
 
+    carries_on = functools.cache(lambda name: _carries_on(module, name))
     return [
         _collective(instruction, kind, *read(instruction.groups, kind == PERMUTE))
         for instruction in module.instructions
         if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
+        and not carries_on(instruction.computation)
     ]
+
+
+def _carries_on(module: HloModule, computation: str) -> bool:
+    """Whether the collectives of a computation are those that others started."""
+    return computation.startswith(_CARRYING) or any(
+        ASYNC_DONE in op.attributes for op in module.inside[computation]
+    )
 
 
 def _collective(instruction: Instruction, kind: str, groups, axes) -> Collective:

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 
 MEASURED_KIND = "v3"
-"""The only kind of TPU whose step times were compared with measured ones."""
+"""The only kind of TPU on which steps of all kinds of models were measured."""
 
 
 class ModelKind(enum.Enum):
@@ -57,3 +57,13 @@ ALL_STEPS = StepError(
     worst=max(error.worst for error in STEP_ERRORS.values()),
 )
 """Those of all kinds together."""
+
+SEEN_ERRORS = {
+    "v5e": StepError(steps=1, mean=0.855, worst=0.855),
+    "v5p": StepError(steps=1, mean=0.194, worst=0.194),
+}
+"""Of dense Transformers on other kinds of TPU, by the kind: too few for an error bar.
+
+The steps are MaxText's (`benchmarks/papers/maxtext_rows.py`); nothing was fitted to
+them.
+"""

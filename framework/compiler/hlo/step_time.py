@@ -7,7 +7,7 @@ in VMEM, mostly the table. For collectives there is no estimate: they take the b
 that the busiest link has to carry (`torus.py`) over the bandwidth that a link reaches,
 and no less than the latency of the links on the way (`network.py`). XLA for TPU v3 and
 before runs ops one after the other; where a collective has a start and an end, the ops
-between them hide it.
+between them hide it, products that carry it on included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     arrays_of,
     itemsize,
 )
-from meshwright.framework.compiler.hlo.report import Collective, collectives_of
+from meshwright.framework.compiler.hlo.report import (
+    ASYNC_DONE,
+    ASYNC_START,
+    Collective,
+    collectives_of,
+)
 from meshwright.framework.devices.device_order import DeviceOrder
 from meshwright.framework.devices.network import TorusNetwork
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -208,11 +213,11 @@ class Walk(abc.ABC):
             elif op.opcode in ("call", "conditional"):
                 clock += sum(self.computation(name, loops) for name in op.called)
             elif timed := self.collective(op, loops):
-                if op.opcode.endswith("-start"):
+                if op.opcode.endswith("-start") or self.calls(op, ASYNC_START):
                     started[op.name] = (len(self.collectives), clock)
                 self.collectives.append(timed)
-            elif op.opcode.endswith("-done") and op.operands[0] in started:
-                number, since = started.pop(op.operands[0])
+            elif (begun := self.begun(op)) in started:
+                number, since = started.pop(begun)
                 timed = self.collectives[number]
                 exposed = max(0.0, timed.seconds - (clock - since))
                 self.collectives[number] = dataclasses.replace(timed, exposed=exposed)
@@ -235,36 +240,103 @@ class Walk(abc.ABC):
         if loop.trips is not None:
             return loop.trips
         root = next(i for i in self.inside[condition] if i.is_root)
-        bounds = self.bounds(root)
-        if not bounds:
+        trips = [
+            -(-(bound - self.first(loop, number)) // self.step(loop, number))
+            for number, bound in self.bounds(root)
+        ]
+        if not trips:
             raise ValueError(
                 f"loop {loop.name} ({loop.op_name}) has no bound that can be read, so "
                 "its time cannot be estimated"
             )
-        return min(bounds)
+        return min(trips)
 
-    def bounds(self, condition: Instruction) -> list[int]:
-        """The bounds of counters in a condition; `tf.scan` has two, joined by `and`."""
+    def bounds(self, condition: Instruction) -> list[tuple[int, int]]:
+        """The counters in a condition, by their number in the loop's tuple, and bounds.
+
+        `tf.scan` has two, joined by `and`.
+        """
         if condition.opcode == "and":
             parts = self.module.operands(condition)
             return [bound for part in parts for bound in self.bounds(part)]
         if condition.opcode == "fusion":
             (called,) = condition.called
-            return self.bounds(next(i for i in self.inside[called] if i.is_root))
+            inner = self.bounds(next(i for i in self.inside[called] if i.is_root))
+            operands = self.module.operands(condition)
+            return [
+                (operands[number].number, bound)
+                for number, bound in inner
+                if operands[number].opcode == "get-tuple-element"
+            ]
         if condition.opcode == "compare":
             counter, bound = self.module.operands(condition)
             counts = counter.opcode in ("get-tuple-element", "parameter")
-            return [bound.number] if counts and bound.number is not None else []
+            known = counts and bound.opcode == "constant" and bound.number is not None
+            return [(counter.number, bound.number)] if known else []
         return []
+
+    def first(self, loop: Instruction, number: int) -> int:
+        """What an element of a loop's tuple begins with; 0 where that is not known."""
+        (state,) = self.module.operands(loop)
+        if state.opcode != "tuple":
+            return 0
+        begins = self.module.by_name[state.operands[number]]
+        while begins.opcode == "copy":
+            (begins,) = self.module.operands(begins)
+        return (begins.number or 0) if begins.opcode == "constant" else 0
+
+    def step(self, loop: Instruction, number: int) -> int:
+        """What a trip adds to a counter: 2 where the compiler unrolled a loop."""
+        _, body = _loop(loop)
+        root = next(i for i in self.inside[body] if i.is_root)
+        new, step = self.module.by_name[root.operands[number]], 0
+        while new.opcode in ("add", "copy"):
+            new, *added = self.module.operands(new)
+            for part in added:
+                if part.opcode == "constant":
+                    step += part.number or 0
+                elif part.opcode == "get-tuple-element":
+                    step += self.first(loop, part.number)
+        return step or 1
+
+    def begun(self, op: Instruction) -> str | None:
+        """The name of the start of the collective that an op ends, if it ends one."""
+        if op.opcode.endswith("-done"):
+            return op.operands[0]
+        if not self.calls(op, ASYNC_DONE):
+            return None
+        # Products carry it on: their fusions return what they take of it.
+        part = self.module.by_name[op.operands[0]]
+        while part.opcode == "get-tuple-element":
+            made = self.module.by_name[part.operands[0]]
+            if made.opcode != "fusion" or self.calls(made, ASYNC_START):
+                return made.name
+            (called,) = made.called
+            results = next(i for i in self.inside[called] if i.is_root)
+            result = self.module.by_name[results.operands[part.number]]
+            if result.opcode != "parameter":
+                return None
+            part = self.module.by_name[made.operands[result.number]]
+        return None
+
+    def calls(self, op: Instruction, target: str) -> bool:
+        """Whether an op is a fusion that has this custom call."""
+        return op.opcode == "fusion" and any(
+            target in part.attributes
+            for name in op.called
+            for part in self.inside[name]
+        )
 
     def collective(
         self, op: Instruction, loops: tuple[Loop, ...]
     ) -> CollectiveTime | None:
         collective = self.sent.get(op.name)
         kind = collective.kind if collective else ""
-        if op.opcode == "fusion" and (inner := self.scattered(op)):
+        if op.opcode == "fusion" and (inner := self.fused(op)):
+            collective = self.sent[inner.name]
             # The compiler fuses an all-reduce with the slice of it that is kept.
-            collective, kind = self.sent[inner.name], "reduce-scatter"
+            starts = self.calls(op, ASYNC_START)
+            kind = collective.kind if starts else "reduce-scatter"
         if collective is None:
             return None
         size = collective.bytes
@@ -286,10 +358,12 @@ class Walk(abc.ABC):
             waiting=trips * waiting,
         )
 
-    def scattered(self, fusion: Instruction) -> Instruction | None:
+    def fused(self, fusion: Instruction) -> Instruction | None:
+        """A collective that a fusion starts, or an all-reduce in it."""
+        starts = self.calls(fusion, ASYNC_START)
         for called in fusion.called:
             for op in self.inside[called]:
-                if op.opcode == "all-reduce":
+                if op.name in self.sent and (starts or op.opcode == "all-reduce"):
                     return op
         return None
 

@@ -8,6 +8,7 @@ from meshwright.framework.devices.hardware import TPU_KINDS
 from meshwright.framework.devices.topology import of_size, topology, topology_of
 from meshwright.framework.devices.torus import (
     all_pairs,
+    box_lines,
     link_load,
     longest_way,
     ring_hops,
@@ -96,6 +97,19 @@ def test_data_is_passed_half_way_round_or_all_the_way_where_rings_share_links():
     # The cores of a chip need no link, and one device no other.
     chip = np.array([[(0, 0, 0), (0, 0, 1)]])
     assert ring_hops(open_, chip) == ring_hops(open_, chip[:, :1]) == 0
+
+
+def test_the_lines_of_boxes():
+    positions = topology("v5p:4x4x4").positions.reshape(4, 16, -1)
+    lines = box_lines(positions[:, np.random.default_rng(0).permutation(16)])
+    assert [along.shape for along in lines] == [(16, 4, 4)] * 2
+    for along in lines:
+        assert sorted(np.ptp(along, axis=1).tolist()) == [[0, 3, 0, 0]] * 16 or (
+            sorted(np.ptp(along, axis=1).tolist()) == [[3, 0, 0, 0]] * 16
+        )
+    # A ring along a single dim, and chips that fill no box.
+    assert box_lines(positions[:, :4]) is None
+    assert box_lines(positions[:, [0, 1, 6, 7]]) is None
 
 
 def test_the_longest_way():

@@ -241,6 +241,74 @@ def test_a_loop_between_start_and_end_hides_a_collective():
     assert sent.exposed == pytest.approx(sent.seconds - 32 * 1e-6)
 
 
+# As libtpu writes an all-gather that a product carries on.
+CARRIED = """
+HloModule train, is_scheduled=true
+
+%begin (a: bf16[64,64]) -> (bf16[64,64], bf16[1024,64]) {
+  %a = bf16[64,64]{1,0} parameter(0)
+  %gather.1 = bf16[1024,64]{1,0} all-gather(%a), replica_groups=[8,16]<=[128], dimensions={0}
+  ROOT %begun = (bf16[64,64]{1,0}, bf16[1024,64]{1,0}) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (b: bf16[64,64], c: bf16[1024,64], d: bf16[64,64]) -> (bf16[64,64], bf16[64,64], bf16[1024,64]) {
+  %b = bf16[64,64]{1,0} parameter(0)
+  %c = bf16[1024,64]{1,0} parameter(1)
+  %d = bf16[64,64]{1,0} parameter(2)
+  %gather.2 = bf16[1024,64]{1,0} all-gather(%b), replica_groups=[8,16]<=[128], dimensions={0}
+  %dot.1 = bf16[64,64]{1,0} convolution(%d, %d), dim_labels=bf_io->bf
+  ROOT %carried = (bf16[64,64]{1,0}, bf16[64,64]{1,0}, bf16[1024,64]{1,0}) tuple(%dot.1, %b, %gather.2)
+}
+
+%end (e: bf16[64,64]) -> bf16[1024,64] {
+  %e = bf16[64,64]{1,0} parameter(0)
+  %gather.3 = bf16[1024,64]{1,0} all-gather(%e), replica_groups=[8,16]<=[128], dimensions={0}
+  ROOT %ended = bf16[1024,64]{1,0} custom-call(%gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[64,64]) -> bf16[1024,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %start = (bf16[64,64]{1,0}, bf16[1024,64]{1,0}) fusion(%x), kind=kCustom, calls=%begin
+  %part.1 = bf16[64,64]{1,0} get-tuple-element(%start), index=0
+  %part.2 = bf16[1024,64]{1,0} get-tuple-element(%start), index=1
+  %product = (bf16[64,64]{1,0}, bf16[64,64]{1,0}, bf16[1024,64]{1,0}) fusion(%part.1, %part.2, %x), kind=kOutput, calls=%async_collective_fusion.1, CYCLES_940
+  %part.3 = bf16[64,64]{1,0} get-tuple-element(%product), index=1
+  ROOT %done = bf16[1024,64]{1,0} fusion(%part.3), kind=kCustom, calls=%end
+}
+"""
+
+
+def test_a_product_hides_the_collective_that_it_carries_on():
+    time = estimate(wide(CARRIED))
+    (gather,) = time.collectives
+    assert (gather.name, gather.kind, gather.count) == ("start", "all-gather", 1)
+    (alone,) = estimate(wide(PROGRAM)).collectives[:1]
+    assert gather.seconds == pytest.approx(alone.seconds / alone.count)
+    assert gather.exposed == pytest.approx(gather.seconds - 1e-6)
+    assert time.parts()["matrix"] == pytest.approx(1e-6)
+
+
+def test_a_collective_whose_end_is_not_known_is_not_hidden():
+    text = CARRIED.replace("tuple(%dot.1, %b,", "tuple(%dot.1, %dot.1,")
+    (gather,) = estimate(wide(text)).collectives
+    assert gather.exposed == gather.seconds > 1e-6
+
+
+@pytest.mark.parametrize(("name", "colors"), [("v5e:16x16", 2), ("v5p:4x4x4", 3)])
+def test_an_axis_over_all_dims_uses_the_links_of_each(name, colors):
+    """As libtpu says of its all-reduces: a part of the data along each dim first."""
+    torus = topology(name)
+    mesh = DeviceMesh(("data",), (torus.size,))
+    text = ASYNC[: ASYNC.index("  %sent")] + (
+        "  ROOT %reduced = bf16[1024,64]{1,0} all-reduce(%argument), "
+        "replica_groups={}, to_apply=%sum\n}\n"
+    )
+    (reduced,) = estimate(wide(text), mesh, torus).collectives
+    ring = 1024 * WIDE * 2 / (torus.kind.link_bandwidth * LINK_EFFICIENCY)
+    share = (torus.size - 1) / torus.size
+    assert reduced.seconds == pytest.approx(ring * share / colors)
+
+
 def test_a_loop_without_a_bound_is_an_error():
     text = PROGRAM.replace("constant(32)", "constant({...})")
     with pytest.raises(ValueError, match="loop loop .* no bound that can be read"):
@@ -260,6 +328,27 @@ SCAN = """\
   %fewer = pred[] compare(%k, %also), direction=LT
   %below = pred[] compare(%i, %bound), direction=LT
   ROOT %both = pred[] and(%below, %fewer)"""
+
+
+@pytest.mark.parametrize(("start", "trips"), [(0, 16), (1, 16), (2, 15)])
+def test_a_counter_that_skips_numbers_ends_sooner(start, trips):
+    """As of loops that the compiler unrolls, such as those of windowed einsums."""
+    text = PROGRAM.replace("%one = s32[] constant(1)", "%one = s32[] constant(2)")
+    text = text.replace(
+        "%start = s32[] constant(0)", f"%start = s32[] constant({start})"
+    )
+    assert {c.count for c in estimate(text).collectives} == {trips}
+
+
+def test_what_is_added_may_be_the_loops_own():
+    text = PROGRAM.replace("(s32[], bf16[64,64])", "(s32[], bf16[64,64], s32[])")
+    text = text.replace("%scattered)\n", "%scattered, %one)\n")
+    text = text.replace("tuple(%start, %scaled)", "tuple(%start, %scaled, %four)")
+    text = text.replace(
+        "  %one = s32[] constant(1)", "  %one = s32[] get-tuple-element(%q), index=2"
+    )
+    text = text.replace("  %start =", "  %four = s32[] constant(4)\n  %start =")
+    assert {c.count for c in estimate(text).collectives} == {8}
 
 
 def test_a_loop_with_two_counters_ends_with_the_first():

@@ -38,6 +38,9 @@ PAPER_WEIGHTS = {
     "wus_ncf": 31.8e6,
     "wus_transformer": 210e6,
     "torchtitan_8b": 8.03e9,
+    "maxtext_16b": 16.3e9,
+    "maxtext_32b": 32.5e9,
+    "maxtext_llama2_70b": 69.0e9,
 }
 
 

@@ -318,6 +318,16 @@ def test_the_ends_of_the_error_bar(planned):
     assert text in " ".join(plan_text(unknown).split())
 
 
+def test_what_was_seen_on_other_tpus_is_no_error_bar(planned):
+    seen = {"tpu": "v5p", "kind": "dense Transformers", "steps": 2, "worst": 0.194}
+    document = planned("cpu").document | TIMES
+    document |= {"step_error": None, "seen_error": seen}
+    text = "error unknown; of the published TPU v5p steps of dense Transformers, 2 of "
+    text += "which were compared, the worst is off by 19.4%"
+    assert text in plan_html.page(document) and "±" not in plan_html.page(document)
+    assert text in " ".join(plan_text(document).split())
+
+
 @needs.libtpu
 @pytest.mark.parametrize(("topology", "known"), [("v3:2x2", True), ("v5e:2x4", False)])
 def test_the_error_is_known_where_steps_were_measured(planned, topology, known):
