@@ -10,15 +10,21 @@ import pathlib
 import numpy as np
 import pytest
 
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 TABLES = json.loads((DATA / "pipeline_schedules.json").read_text())["tables"]
 
 
-def schedule(stages, microbatches, repeats=1):
+def schedule(stages, microbatches, repeats=1, order=PipelineOrder.FORWARD_FIRST):
     return PipelineSchedule(
-        num_stages=stages, num_microbatches=microbatches, num_repeats=repeats
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_repeats=repeats,
+        order=order,
     )
 
 
@@ -40,20 +46,78 @@ def test_equals_the_reference(table):
 SHAPES = [(1, 1, 1), (1, 5, 3), (2, 7, 1), (4, 4, 2), (4, 8, 4), (8, 16, 4), (3, 5, 2)]
 
 
+def check(pipeline):
+    """Checks the tables of any schedule; returns the most activations of a stage.
+
+    A pass takes an iteration of one stage, after the pass whose result it takes, which
+    arrives in the next iteration; a stage has at most one pass forward and one backward
+    in an iteration. What a forward pass saves is kept until its backward pass is done.
+    """
+    visits = range(pipeline.num_stages * pipeline.num_repeats)
+    forward = _places(pipeline, start=0)
+    backward = _places(pipeline.backward, start=pipeline.backward_start)
+    kept = np.zeros([int(backward[:, 0].max()) + 1, pipeline.num_stages], int)
+    for m in range(pipeline.num_microbatches):
+        np.testing.assert_array_equal(np.diff(forward[m]), 1)
+        np.testing.assert_array_equal(np.diff(backward[m]), -1)
+        assert backward[m, -1] >= forward[m, -1]
+        for visit in visits:
+            stage = visit % pipeline.num_stages
+            kept[forward[m, visit] : backward[m, visit] + 1, stage] += 1
+    return kept.max()
+
+
+def _places(tables, start):
+    """[microbatches, visits]: the iteration of each pass, of which there is one."""
+    visits = tables.num_stages * tables.num_repeats
+    places = np.full([tables.num_microbatches, visits], -1)
+    for t, s in np.argwhere(tables.valid):
+        at = tables.microbatch[t, s], tables.repeat[t, s] * tables.num_stages + s
+        assert places[at] == -1
+        places[at] = start + t
+    assert (places >= 0).all()
+    return places
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_microbatch_passes_the_stages_in_turn(shape):
+@pytest.mark.parametrize("order", PipelineOrder)
+def test_every_microbatch_passes_the_stages_in_turn(shape, order):
     stages, microbatches, repeats = shape
-    pipeline = schedule(*shape)
-    place = {}
-    for t in range(pipeline.iterations):
-        for s in np.flatnonzero(pipeline.valid[t]):
-            key = (pipeline.microbatch[t, s], pipeline.repeat[t, s] * stages + s)
-            assert key not in place
-            place[key] = t
-    for m in range(microbatches):
-        times = [place.pop((m, visit)) for visit in range(stages * repeats)]
-        np.testing.assert_array_equal(np.diff(times), 1)
-    assert not place
+    pipeline = schedule(*shape, order)
+    kept = check(pipeline)
+    if order is PipelineOrder.ONE_F_ONE_B:
+        assert kept <= pipeline.kept_passes <= kept + 1  # One for bubbles.
+        if repeats == 1:
+            assert kept == min(2 * stages - 1, microbatches)
+    else:
+        assert kept == microbatches * repeats
+    assert pipeline.bubble_fraction == schedule(*shape).bubble_fraction
+    for tables in (pipeline, pipeline.backward):
+        assert tables.valid.mean() == pytest.approx(1 - pipeline.bubble_fraction)
+
+
+def test_1f1b_keeps_microbatches_until_they_have_come_back():
+    """The first stage keeps one until it has passed the last one and come back."""
+    assert check(schedule(8, 32)) == 32
+    for repeats, most in ((1, 15), (2, 23), (4, 39)):
+        made = schedule(8, 32, repeats, PipelineOrder.ONE_F_ONE_B)
+        assert check(made) == made.kept_passes == most
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_pass_keeps_stays_until_it_is_read(shape):
+    pipeline = schedule(*shape, PipelineOrder.ONE_F_ONE_B)
+    written, read = pipeline.kept_at
+    for stage in range(pipeline.num_stages):
+        place = {}
+        for t in range(pipeline.iterations + pipeline.backward_start):
+            if t < pipeline.iterations:
+                one = pipeline.microbatch[t, stage], pipeline.repeat[t, stage]
+                place[written[t, stage]] = one if pipeline.valid[t, stage] else None
+            u, back = t - pipeline.backward_start, pipeline.backward
+            if u >= 0 and back.valid[u, stage]:
+                one = back.microbatch[u, stage], back.repeat[u, stage]
+                assert place[read[u, stage]] == one
 
 
 @pytest.mark.parametrize("shape", SHAPES)
