@@ -26,7 +26,9 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.plan import as_axes
+from meshwright.framework.sharding.sharding import Sharding
 from meshwright.layers.basic.linear import BSM
 from meshwright.layers.stacks.loss_by_parts import read_unreduced
 from meshwright.layers.stacks.pipelines.pipeline_run import PipelineRun
@@ -201,7 +203,7 @@ class OneFOneBRun(PipelineRun):
         """
 
         def computed():
-            last = [self.stages.last(each) for each in x]
+            last = [self._of_tokens(self.stages.last(each)) for each in x]
             totals, dleaves = head
             new, dlast, more = self._of_head(leaves, t, last)
             return [dlast, [_sums(totals, new), _sums(dleaves, more)]]
@@ -211,6 +213,14 @@ class OneFOneBRun(PipelineRun):
         gives = self.scalar(self.schedule.gives_output, t)
         none = [tf.zeros_like(each[0]) for each in x]
         return tf.cond(gives, computed, lambda: [none, head])
+
+    def _of_tokens(self, x: tf.Tensor) -> tf.Tensor:
+        """`x` [U, S, ...], or [U, ...] of rank 2, split as the head's context says."""
+        plan, rank = self.head_ctx.plan, x.shape.rank
+        tokens = plan.activation_sharding(BSM[: min(rank - 1, 2)]).dims
+        rest = range(len(tokens), rank)
+        sharding = Sharding(plan.mesh, tokens + ((),) * len(rest))
+        return annotate(x, sharding.opened(rest))
 
     def _of_head(self, leaves, t, x):
         """[loss, *sums], and the loss's gradients by x and by the head's weights."""
