@@ -277,9 +277,10 @@ def _loop(first: int, end: int, body, state):
     """The nest `state` after (t, state) -> state of iterations `first` to `end`."""
     if first == end:
         return state
-    step = lambda t, state: [t + 1, body(t, state)]  # noqa: E731
-    start = [tf.constant(first), state]
-    return tf.while_loop(lambda t, _: t < end, step, start)[1]
+    # From 0 on: what counts iterations of compiled loops need not know more.
+    step = lambda i, state: [i + 1, body(first + i, state)]  # noqa: E731
+    start = [tf.constant(0), state]
+    return tf.while_loop(lambda i, _: i < end - first, step, start)[1]
 
 
 def _sums(totals: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
