@@ -15,7 +15,7 @@ from meshwright.layers.stacks.pipelines.pipeline_schedule import (
     PipelineSchedule,
 )
 
-DATA = pathlib.Path(__file__).parents[2] / "data"
+DATA = pathlib.Path(__file__).parents[3] / "data"
 TABLES = json.loads((DATA / "pipeline_schedules.json").read_text())["tables"]
 
 
