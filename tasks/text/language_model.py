@@ -50,7 +50,8 @@ class LanguageModel(TextTask):
       final_norm: normalization before the softmax.
 
     Raises:
-      ValueError: attention by which tokens see those after them; see `TextTask`.
+      ValueError: attention by which tokens see those after them; `loss_parts` above 1
+        with a pipeline in the order `ONE_F_ONE_B`; see `TextTask`.
     """
 
     stacks = ("stack",)
@@ -68,6 +69,18 @@ class LanguageModel(TextTask):
                     f"predict ({rule}): make it MaskKind.CAUSAL, or a NearMask with "
                     "right = 0"
                 )
+
+        stack = self.stack
+        if (
+            isinstance(stack, Pipeline)
+            and stack.schedule.is_one_f_one_b
+            and self.loss_parts > 1
+        ):
+            raise ValueError(
+                f"LanguageModel.loss_parts is {self.loss_parts}, but Pipeline.order = "
+                f"{stack.order} computes logits of a microbatch at a time: set "
+                "LanguageModel.loss_parts = 1"
+            )
 
     @property
     def prefix_length(self) -> int:
