@@ -1,12 +1,13 @@
 """What a pipeline's schedules leave idle, from programs compiled for TPUs.
 
     python benchmarks/papers/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
-      [--deferred=,.*] [--parts=1] [--recompute=NOTHING] [--topology=v3:8x16]
-      [--job=paper/table4_8x8x4.gin]
+      [--orders=FORWARD_FIRST,ONE_F_ONE_B] [--deferred=,.*] [--parts=1]
+      [--recompute=NOTHING] [--topology=v3:8x16] [--job=paper/table4_8x8x4.gin]
 
 The pipelined Transformer of GSPMD's Table 4, smaller batches, with 8 stages: GPipe's
 schedule and the circular one, gradients of weights in the backward loop or after it
-(`Pipeline.deferred_gradients`). In `parts` a step goes through the pipeline that often,
+(`Pipeline.deferred_gradients`), backward passes after all forward passes, or in turns
+with them (`Pipeline.order`). In `parts` a step goes through the pipeline that often,
 with so many times fewer microbatches (`Experiment.gradient_accumulation_steps`).
 
 "idle" is the bubbles' part of the time that the stages take, "formula" that part if
@@ -25,7 +26,10 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from meshwright.trainers.planning.planning import CompileReport, plan
@@ -47,7 +51,7 @@ def alive(schedule: PipelineSchedule, *, deferred: bool) -> float:
     """How many microbatches' activations a stage has for all of its layers."""
     if deferred:
         return float(schedule.slots)
-    return schedule.iterations / schedule.num_repeats  # Bubbles' too.
+    return schedule.kept_passes / schedule.num_repeats  # Bubbles' too.
 
 
 def formulas_of_others(stages: int, microbatches: int) -> dict[str, tuple[float, int]]:
@@ -80,6 +84,8 @@ def stack_seconds(report: CompileReport, pipeline: PlannedPipeline) -> float:
             inside.update(names)
         if pipeline.loops & {*names}:
             around.update(names[: names.index(*pipeline.loops & {*names})])
+    if pipeline.schedule.is_one_f_one_b:  # Its loops have the loss, too.
+        return pipeline.loop_seconds
     return sum(
         op.exposed
         for op in report.time.all()
@@ -95,6 +101,7 @@ def planned(
     deferred: str,
     recompute: str | None,
     parts: int,
+    order: PipelineOrder = PipelineOrder.FORWARD_FIRST,
 ) -> CompileReport:
     """The compiled step, with `Repeat.recompute` as the job has it if not given."""
     params = [
@@ -102,6 +109,7 @@ def planned(
         f"Experiment.gradient_accumulation_steps = {parts}",
         f"GLOBAL_BATCH = {microbatches * ROWS_A_MICROBATCH}",
         f"Pipeline.num_repeats = {repeats}",
+        f"Pipeline.order = %PipelineOrder.{order.name}",
         f"Pipeline.deferred_gradients = {(deferred,) if deferred else ()}",
     ]
     if recompute is not None:
@@ -118,11 +126,14 @@ def row(report: CompileReport, deferred: str) -> str:
     (pipeline,) = report.pipelines
     schedule = pipeline.schedule
     parts = report.experiment.gradient_accumulation_steps
-    name = "GPipe" if schedule.num_repeats == 1 else f"circular x{schedule.num_repeats}"
+    name = "1F1B" if schedule.is_one_f_one_b else "GPipe"
+    if schedule.num_repeats > 1:
+        circular = f"circular x{schedule.num_repeats}"
+        name = f"{circular} 1F1B" if schedule.is_one_f_one_b else circular
     name += f" / {parts}" if parts > 1 else ""
     where = f"after: {deferred}" if deferred else "in the loop"
     kept = alive(schedule, deferred=bool(deferred))
-    cells = f"{name:12} {where:16} {schedule.iterations:4} {kept:6.1f}"
+    cells = f"{name:18} {where:16} {schedule.iterations:4} {kept:6.1f}"
     if report.time is None:
         return f"{cells}  needs {report.peak_bytes / 2**30:.1f} GiB, does not fit"
     steps = report.experiment.steps_per_loop
@@ -143,6 +154,8 @@ def define_flags() -> None:
     flags.DEFINE_enum("recompute", None, policies, "`Repeat.recompute`, if given.")
     flags.DEFINE_list("repeats", ["1", "2", "4"], "Rounds of the schedules.")
     flags.DEFINE_list("parts", ["1"], "Parts of a step; they divide the microbatches.")
+    orders = [order.name for order in PipelineOrder]
+    flags.DEFINE_list("orders", orders, "`Pipeline.order`; 1F1B defers no gradients.")
     flags.DEFINE_list("deferred", ["", ".*"], "`Pipeline.deferred_gradients`.")
 
 
@@ -152,9 +165,16 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     given = flags.FLAGS
     head = "iter  alive     idle  formula  bubbles   step s    GiB"
-    print(f"{'schedule':12} {'weights':16} {head}")
-    cases = itertools.product(map(int, given.parts), map(int, given.repeats))
-    for (parts, repeats), deferred in itertools.product(cases, given.deferred or [""]):
+    print(f"{'schedule':18} {'weights':16} {head}")
+    cases = itertools.product(
+        map(int, given.parts),
+        map(int, given.repeats),
+        (PipelineOrder[name] for name in given.orders),
+        given.deferred or [""],
+    )
+    for parts, repeats, order, deferred in cases:
+        if deferred and order is PipelineOrder.ONE_F_ONE_B:
+            continue
         report = planned(
             given.job,
             given.topology,
@@ -163,11 +183,12 @@ def main(argv: Sequence[str]) -> None:
             deferred,
             given.recompute,
             parts,
+            order,
         )
         print(row(report, deferred), flush=True)
     stages = report.pipelines[0].schedule.num_stages
     for name, each in formulas_of_others(stages, given.microbatches).items():
-        print(f"{name:12} {'':16} {'':4} {each[1]:6.1f} {'':8} {each[0]:8.1%}")
+        print(f"{name:18} {'':16} {'':4} {each[1]:6.1f} {'':8} {each[0]:8.1%}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ from interleave import (
     take_turns,
 )
 
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 
 VARIANTS = pathlib.Path(__file__).with_name("variants.py")
 DEFERRED = r"Pipeline.deferred_gradients = ('feed_forward.*', 'attention.*')"
@@ -71,13 +74,25 @@ class Program:
             f"NUM_STAGES = {self.schedule.num_stages}",
             f"NUM_MICROBATCHES = {self.schedule.num_microbatches}",
             f"Pipeline.num_repeats = {self.schedule.num_repeats}",
+            f"Pipeline.order = %PipelineOrder.{self.schedule.order.name}",
             *([DEFERRED] if self.deferred else []),
         ]
 
 
-def _pipelined(label: str, mesh, microbatches: int, repeats: int = 1, **more):
+def _pipelined(
+    label: str,
+    mesh,
+    microbatches: int,
+    repeats: int = 1,
+    *,
+    order: PipelineOrder = PipelineOrder.FORWARD_FIRST,
+    **more,
+):
     schedule = PipelineSchedule(
-        num_stages=mesh[0], num_microbatches=microbatches, num_repeats=repeats
+        num_stages=mesh[0],
+        num_microbatches=microbatches,
+        num_repeats=repeats,
+        order=order,
     )
     return Program(label=label, mesh=mesh, schedule=schedule, **more)
 
@@ -86,6 +101,7 @@ PROGRAMS = {
     "none": Program(label="no pipeline", mesh=(2, 4)),
     "gpipe": _pipelined("GPipe", (2, 2, 2), 4),
     "gpipe_after": _pipelined("GPipe, gradients after", (2, 2, 2), 4, deferred=True),
+    "one_f_one_b": _pipelined("1F1B", (2, 2, 2), 4, order=PipelineOrder.ONE_F_ONE_B),
     "circular": _pipelined("circular, 2 rounds", (2, 2, 2), 4, 2),
     "circular_after": _pipelined(
         "circular, gradients after", (2, 2, 2), 4, 2, deferred=True
@@ -93,6 +109,9 @@ PROGRAMS = {
     "four_stages": _pipelined("GPipe", (4, 2, 1), 8),
     "four_stages_after": _pipelined(
         "GPipe, gradients after", (4, 2, 1), 8, deferred=True
+    ),
+    "four_stages_one_f_one_b": _pipelined(
+        "1F1B", (4, 2, 1), 8, order=PipelineOrder.ONE_F_ONE_B
     ),
 }
 HEADER = (

@@ -59,13 +59,8 @@ def loss_by_parts(
       others: [B, S], not differentiated.
       parts: P; see `check_parts`.
     """
-    ctx = _unreduced(ctx)
-    weights = theta.map_with_path(
-        lambda path, weight, spec: reshard_to(
-            weight, ctx.plan.read_sharding(spec.dims, f"{ctx.path}.{path}")
-        ),
-        specs,
-    )
+    (batch,) = ctx.plan.activation_sharding(BSM, ctx.path).dims[:1]
+    ctx, weights = read_unreduced(ctx, theta, specs, batch)
     rows = [_divided(each, parts) for each in others]
 
     def of_part(i, part: tf.Tensor, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -99,12 +94,30 @@ def loss_by_parts(
     return TokenLoss(nats=nats, total=total)
 
 
-def _unreduced(ctx: Context) -> Context:
-    """The context, gradients of weights unreduced along what splits the batch."""
-    batch = ctx.plan.activation_sharding(BSM, ctx.path).dims[0]
-    axes = dict.fromkeys((*ctx.plan.unreduced_gradient_axes, *batch))
+def read_unreduced(
+    ctx: Context, theta: NestedMap, specs: NestedMap, axes: Sequence[str]
+) -> tuple[Context, NestedMap]:
+    """Weights that a loop reads, whose gradients are reduced after it.
+
+    Args:
+      ctx: context of the layers that read them.
+      theta: the weights.
+      specs: their specs.
+      axes: the axes along which their gradients are unreduced, where these can be.
+
+    Returns:
+      The context within the loop, and the weights.
+    """
+    axes = dict.fromkeys((*ctx.plan.unreduced_gradient_axes, *axes))
     plan = dataclasses.replace(ctx.plan, unreduced_gradient_axes=tuple(axes))
-    return dataclasses.replace(ctx, plan=plan)
+    ctx = dataclasses.replace(ctx, plan=plan)
+    weights = theta.map_with_path(
+        lambda path, weight, spec: reshard_to(
+            weight, plan.read_sharding(spec.dims, f"{ctx.path}.{path}")
+        ),
+        specs,
+    )
+    return ctx, weights
 
 
 def _divided(x: tf.Tensor, parts: int) -> tf.Tensor:

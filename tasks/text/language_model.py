@@ -25,6 +25,9 @@ from meshwright.layers.attention.mask_rules import (
     PrefixMask,
     rule_of,
 )
+from meshwright.layers.experts.moe import merge_aux
+from meshwright.layers.stacks.pipelines.one_f_one_b import LossHead
+from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.sequential import each_layer
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
@@ -47,7 +50,8 @@ class LanguageModel(TextTask):
       final_norm: normalization before the softmax.
 
     Raises:
-      ValueError: attention by which tokens see those after them; see `TextTask`.
+      ValueError: attention by which tokens see those after them; `loss_parts` above 1
+        with a pipeline in the order `ONE_F_ONE_B`; see `TextTask`.
     """
 
     stacks = ("stack",)
@@ -66,6 +70,18 @@ class LanguageModel(TextTask):
                     "right = 0"
                 )
 
+        stack = self.stack
+        if (
+            isinstance(stack, Pipeline)
+            and stack.schedule.is_one_f_one_b
+            and self.loss_parts > 1
+        ):
+            raise ValueError(
+                f"LanguageModel.loss_parts is {self.loss_parts}, but Pipeline.order = "
+                f"{stack.order} computes logits of a microbatch at a time: set "
+                "LanguageModel.loss_parts = 1"
+            )
+
     @property
     def prefix_length(self) -> int:
         """How many first tokens of a document a `PrefixMask` of the stack shows."""
@@ -77,15 +93,7 @@ class LanguageModel(TextTask):
     ) -> tuple[tf.Tensor, NestedMap]:
         """What logits are computed of, [B, S, M] in the activation dtype; `aux`."""
         (x,) = self.embed(ctx, theta, (batch.ids, batch.segment_positions))
-        x, aux = self.run_stack(
-            ctx,
-            theta,
-            "stack",
-            x,
-            token_ids=batch.ids,
-            segment_ids=batch.segment_ids,
-            segment_positions=batch.segment_positions,
-        )
+        x, aux = self.run_stack(ctx, theta, "stack", x, **_rows(batch))
         with ctx.scope("final_norm") as c:
             return self.final_norm.fprop(c, theta.final_norm, x), aux
 
@@ -150,17 +158,59 @@ class LanguageModel(TextTask):
         The losses of mixtures of experts are added; `sums.nats` is without any of them.
         Tokens of a prefix, which are seen where they would be predicted, do not count.
         """
-        x, aux = self.hidden(ctx, theta, batch)
         weights, prefix = batch.weights, self.prefix_length
         if prefix > 1:
             is_seen = batch.segment_positions + 1 < prefix
             weights = tf.where(is_seen, 0.0, weights)
+        with ctx.scope("loss"):
+            count = ctx.split(tf.reduce_sum(weights), ())
+        stack = self.stack
+        if isinstance(stack, Pipeline) and stack.trains_with_loss(ctx):
+            return self._loss_within(ctx, theta, batch, weights, count)
+        x, aux = self.hidden(ctx, theta, batch)
         sums = self.token_loss(ctx, theta, x, batch.labels, weights)
         with ctx.scope("loss"):
             nats, total = ctx.split(sums.nats, ()), ctx.split(sums.total, ())
-            count = ctx.split(tf.reduce_sum(weights), ())
             loss = total / tf.maximum(count, 1.0)
         return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
+
+    def _loss_within(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        batch: NestedMap,
+        weights: tf.Tensor,
+        count: tf.Tensor,
+    ) -> TaskLoss:
+        """`loss`, of each microbatch within the pipeline."""
+
+        def of_rows(ctx, theta, x, rows):
+            with ctx.scope("final_norm") as c:
+                x = self.final_norm.fprop(c, theta.final_norm, x)
+            sums = self.token_loss(ctx, theta, x, rows.labels, rows.weights)
+            return sums.total / tf.maximum(count, 1.0), {"nats": sums.nats}
+
+        names = ("final_norm", "embedding" if self.softmax is None else "softmax")
+        read, specs = (
+            NestedMap({name: tree[name] for name in names if name in tree})
+            for tree in (theta, self.weights())
+        )
+        head = LossHead(
+            ctx=ctx,
+            fn=of_rows,
+            theta=read,
+            specs=specs,
+            rows=NestedMap(labels=batch.labels, weights=weights),
+            sums=("nats",),
+            aux_loss=lambda aux: merge_aux(aux).loss,
+        )
+        (x,) = self.embed(ctx, theta, (batch.ids, batch.segment_positions))
+        with ctx.scope("stack") as c:
+            made = self.stack.loss(c, theta.stack, x, head, **_rows(batch))
+        sums = NestedMap(nats=made.sums.nats, tokens=count)
+        if made.aux is not None:
+            sums.stack = merge_aux(made.aux).sums
+        return TaskLoss(loss=made.loss, sums=sums)
 
     @property
     def serving(self) -> NextTokens:
@@ -248,6 +298,15 @@ class LanguageModel(TextTask):
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * self.text.sequence_length
+
+
+def _rows(batch: NestedMap) -> dict[str, tf.Tensor]:
+    """What layers read of a batch besides embeddings."""
+    return {
+        "token_ids": batch.ids,
+        "segment_ids": batch.segment_ids,
+        "segment_positions": batch.segment_positions,
+    }
 
 
 def _masks(stack: Layer, path: str) -> Iterator[tuple[str, MaskRule]]:

@@ -204,6 +204,7 @@ def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
         yield {
             "path": pipeline.path,
             **dataclasses.asdict(pipeline.schedule),
+            "order": pipeline.schedule.order.value,
             "iterations": pipeline.schedule.iterations,
             "bubble_fraction": pipeline.schedule.bubble_fraction,
             "timetable": np.where(

@@ -7,7 +7,7 @@ recomputation in a bubble counts as bubble alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
@@ -28,7 +28,8 @@ class PlannedPipeline:
       schedule: its schedule.
       loops: names of its loops in the compiled program, forward and backward; empty if
         there is no program for TPUs.
-      loop_seconds: their time in a call of the program; None if there are none.
+      loop_seconds: the time of its layers in all iterations, in a call of the program;
+        None if there are no loops.
     """
 
     path: str
@@ -49,27 +50,61 @@ def planned_pipelines(
 ) -> tuple[PlannedPipeline, ...]:
     """The task's pipelines, with the time of their loops in a program that has times.
 
-    A pipeline's loops make its schedule's iterations, on nothing but its layers.
+    A pipeline's loops make its schedule's iterations, on nothing but its layers. With
+    `PipelineOrder.ONE_F_ONE_B` the time is that of iterations with a forward and a
+    backward pass, in proportion for the others, and without that of the loss.
     """
-    layers = {} if times is None else _layers(times, sources)
     planned = []
     for path, stack in pipelines(task).items():
-        loops = frozenset(
-            name
-            for (name, trips), inside in layers.items()
-            if trips == stack.schedule.iterations
-            and inside
-            and all(f"{layer}.".startswith(f"{path}.") for layer in inside)
-        )
-        seconds = None
-        if loops:
-            seconds = sum(op.exposed for op in times.all() if _is_in(op, loops))
+        loops, seconds = frozenset(), None
+        if times is not None:
+            loops, seconds = _time(path, stack.schedule, times, sources)
         planned.append(
             PlannedPipeline(
                 path=path, schedule=stack.schedule, loops=loops, loop_seconds=seconds
             )
         )
     return tuple(planned)
+
+
+def _time(
+    path: str, schedule: PipelineSchedule, times: StepTime, sources: Sources
+) -> tuple[frozenset[str], float | None]:
+    """The names of a pipeline's loops, and its layers' time in all iterations."""
+    layers = _layers(times, sources)
+
+    def is_own(layer: str) -> bool:
+        return f"{layer}.".startswith(f"{path}.")
+
+    def chosen(trips: int, which: Callable[[Iterable[bool]], bool]) -> frozenset[str]:
+        """Loops of so many trips with the pipeline's layers, in which `which` are."""
+        own = {loop: [*map(is_own, inside)] for loop, inside in layers.items()}
+        return frozenset(
+            name
+            for (name, made), are_own in own.items()
+            if made == trips and any(are_own) and which(are_own)
+        )
+
+    if not schedule.is_one_f_one_b:
+        loops = chosen(schedule.iterations, all)
+        inside = (op for op in times.all() if _is_in(op, loops))
+        return loops, sum(op.exposed for op in inside) if loops else None
+    trips = schedule.iterations - schedule.backward_start
+    around = chosen(trips, lambda are_own: not all(are_own))
+    # Another loop around it may make as many trips.
+    nests = ([x.name for x in op.loops if x.name in around] for op in times.all())
+    deepest = max(nests, key=len, default=[])[-1:]
+    if not deepest:
+        return frozenset(), None
+    seconds = 0.0
+    for op in times.all():
+        source = sources.find(op.op_name)
+        if _is_in(op, frozenset(deepest)) and (
+            source is None or not source.layer or is_own(source.layer)
+        ):
+            seconds += op.exposed
+    loops = {*deepest, *chosen(schedule.backward_start, all)}
+    return frozenset(loops), seconds * schedule.iterations / trips
 
 
 def recompute_seconds(

@@ -6,7 +6,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 try:
@@ -184,23 +184,45 @@ def _grid(
 
 
 def _timetable(axes: Axes, *, schedule: PipelineSchedule) -> float:
-    """Stages as rows, iterations as columns, coloured by microbatch."""
-    iterations, stages = schedule.valid.shape
+    """Stages as rows, iterations as columns, coloured by microbatch.
+
+    With `PipelineOrder.ONE_F_ONE_B` a stage has a row of forward passes, and below it
+    one of backward passes.
+    """
+    tables = [(0, schedule)]  # With the iteration that they start in.
+    if schedule.is_one_f_one_b:
+        tables.append((schedule.backward_start, schedule.backward))
+    iterations, rows = (
+        tables[-1][0] + schedule.iterations,
+        len(tables) * schedule.num_stages,
+    )
     is_numbered = iterations <= _MOST_NUMBERED
     axes.patch.set(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="/////")
     # An image: a path for each cell of a wide table would be half a megabyte.
-    cells = _cell_colors(schedule, is_numbered).transpose(1, 0, 2)
+    cells = np.zeros([rows, iterations, 4])
+    for row, (start, table) in enumerate(tables):
+        colors = _cell_colors(table, is_numbered).transpose(1, 0, 2)
+        cells[row :: len(tables), start : start + schedule.iterations] = colors
     axes.imshow(cells, aspect="auto", interpolation="none")
     if is_numbered:
-        _number_cells(axes, schedule)
+        axes.set_xticks(np.arange(1, iterations) - 0.5, minor=True)
+        axes.set_yticks(np.arange(1, rows) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=1.2)
+        for row, (start, table) in enumerate(tables):
+            _number_cells(axes, table, start, lambda s, row=row: s * len(tables) + row)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
-    axes.set_ylabel("stage")
+    label = "stage"
+    if schedule.is_one_f_one_b:
+        label = "stage: forward, backward"
+        by_stage = FuncFormatter(lambda row, _: f"{row / 2:g}" if row % 2 == 0 else "")
+        axes.yaxis.set_major_formatter(by_stage)
+    axes.set_ylabel(label)
     rounds = "; paler: later rounds" if schedule.num_repeats > 1 else ""
     axes.set_xlabel(f"iteration; hatched: bubbles{rounds}")
-    return min(9.0, max(2.5, stages * (0.8 if is_numbered else 0.35)))
+    return min(9.0, max(2.5, rows * (0.8 if is_numbered else 0.35)))
 
 
 def _cell_colors(schedule: PipelineSchedule, is_numbered: bool) -> np.ndarray:
@@ -216,14 +238,12 @@ def _cell_colors(schedule: PipelineSchedule, is_numbered: bool) -> np.ndarray:
     return np.concatenate([colors, schedule.valid[..., None]], axis=-1)
 
 
-def _number_cells(axes: Axes, schedule: PipelineSchedule) -> None:
-    iterations, stages = schedule.valid.shape
-    axes.set_xticks(np.arange(1, iterations) - 0.5, minor=True)
-    axes.set_yticks(np.arange(1, stages) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.2)
+def _number_cells(
+    axes: Axes, schedule: PipelineSchedule, start: int, row: Callable[[int], int]
+) -> None:
     for iteration, stage in np.argwhere(schedule.valid):
         microbatch = str(schedule.microbatch[iteration, stage])
-        at = (iteration, stage)
+        at = (start + iteration, row(stage))
         axes.annotate(microbatch, at, ha="center", va="center", fontsize=_SMALL)
 
 

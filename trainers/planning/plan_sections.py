@@ -9,7 +9,10 @@ from typing import Any
 
 from meshwright.framework.compiler.hlo.out_of_memory import REMEDY
 from meshwright.framework.sizes import bytes_text
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 from meshwright.trainers.planning.plan_parts import Plot, Section
 from meshwright.trainers.planning.plan_units import (
     mesh_text,
@@ -270,14 +273,24 @@ def _pipelines(document: Document) -> Iterator[Section]:
 
 def _schedule(number: int, pipeline: Mapping[str, Any]) -> Plot:
     sizes = ("num_stages", "num_microbatches", "num_repeats")
-    schedule = PipelineSchedule(**{name: pipeline[name] for name in sizes})
+    schedule = PipelineSchedule(
+        **{name: pipeline[name] for name in sizes},
+        order=PipelineOrder(pipeline["order"]),
+    )
     waits = schedule.iterations - int(schedule.valid[:, 0].sum())
+    both = ""
+    if schedule.is_one_f_one_b:
+        total = schedule.iterations + schedule.backward_start
+        both = (
+            f" Backward passes have as many, the first in iteration "
+            f"{schedule.backward_start}: {total} iterations together."
+        )
     return Plot(
         name=f"pipeline{number}",
         title=f"Schedule of the pipeline {pipeline['path']}: "
         f"{share_text(pipeline['bubble_fraction'])} bubbles",
         text=f"{schedule_text(pipeline)}: {schedule.iterations} iterations, in {waits} "
-        "of which a stage works on no microbatch.",
+        f"of which a stage works on no microbatch.{both}",
         kind="timetable",
         figures={"schedule": schedule},
     )

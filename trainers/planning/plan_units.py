@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineOrder
+
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -65,7 +67,12 @@ def torus_text(order: Mapping[str, Any]) -> str:
 
 
 def schedule_text(pipeline: Mapping[str, Any]) -> str:
-    """A schedule as `8 stages x 32 microbatches`, and `x 2 repeats` if it has them."""
+    """A schedule as `8 stages x 32 microbatches`, and `x 2 repeats` if it has them.
+
+    And `, 1F1B` in that order.
+    """
     counts = ("stages", "microbatches", "repeats")
     sizes = [(pipeline[f"num_{name}"], name) for name in counts]
-    return " x ".join(f"{n} {name}" for n, name in sizes if n > 1 or name != "repeats")
+    text = " x ".join(f"{n} {name}" for n, name in sizes if n > 1 or name != "repeats")
+    is_1f1b = PipelineOrder(pipeline["order"]) is PipelineOrder.ONE_F_ONE_B
+    return f"{text}, 1F1B" if is_1f1b else text

@@ -35,6 +35,7 @@ from meshwright.framework.modeling.checks import instance
 from meshwright.framework.modeling.layer import Context, Layer, Mode
 from meshwright.framework.modeling.shapes import take_rows
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.pipelines.one_f_one_b import LossHead, OneFOneBRun
 from meshwright.layers.stacks.pipelines.pipeline_decoding import (
     ROWS_DIM,
     PipelineDecoding,
@@ -45,7 +46,10 @@ from meshwright.layers.stacks.pipelines.pipeline_loop import (
     stage_axes,
 )
 from meshwright.layers.stacks.pipelines.pipeline_run import PipelineRun
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stacked_body import (
@@ -73,6 +77,8 @@ class Pipeline(Layer):
       num_repeats: how often a microbatch passes each stage: 1 is GPipe's schedule, more
         the circular schedule, for fewer bubbles with few microbatches.
       stage_mode: how a layer becomes all stages' layers.
+      order: when backward passes run. `ONE_F_ONE_B` is for models that compute their
+        loss by `loss`, as `LanguageModel` does.
       deferred_gradients: regular expressions of paths of a layer's weights, such as
         "feed_forward.*". Their gradients, where each is one product of what differs by
         microbatch, are computed after the backward loop, over all microbatches at once:
@@ -81,7 +87,8 @@ class Pipeline(Layer):
 
     Raises:
       ValueError: a number below 1; an unrolled stack; an expression that fits no
-        weight, or when the layers are traced, none whose gradient is a product.
+        weight, or when the layers are traced, none whose gradient is a product;
+        deferred gradients in the order `ONE_F_ONE_B`.
     """
 
     stack: Repeat = instance(example="@Repeat()")
@@ -89,6 +96,7 @@ class Pipeline(Layer):
     num_microbatches: int
     num_repeats: int = 1
     stage_mode: StageMode = StageMode.VECTORIZED
+    order: PipelineOrder = PipelineOrder.FORWARD_FIRST
     deferred_gradients: Sequence[str] = ()
 
     def __post_init__(self):
@@ -98,6 +106,11 @@ class Pipeline(Layer):
             raise ValueError(
                 f"Pipeline.stack has {self.stack.unroll}: a pipeline is a loop, set "
                 "Repeat.unroll = %Unroll.LOOP"
+            )
+        if self.deferred_gradients and self.schedule.is_one_f_one_b:
+            raise ValueError(
+                "Pipeline.deferred_gradients keep what all microbatches need until "
+                f"the end, and Pipeline.order = {self.order} keeps few: set one of them"
             )
         paths = [path for path, _ in self.stack.body.weights().items_by_path()]
         for pattern in self.deferred_gradients:
@@ -113,6 +126,7 @@ class Pipeline(Layer):
             num_stages=self.num_stages,
             num_microbatches=self.num_microbatches,
             num_repeats=self.num_repeats,
+            order=self.order,
         )
 
     @property
@@ -152,8 +166,16 @@ class Pipeline(Layer):
         Raises:
           ValueError: a tensor has another batch; microbatches do not divide the batch,
             and layers have side results or statistics of its rows; the stage axis is
-            used inside, or does not divide the stages; see `Repeat`.
+            used inside, or does not divide the stages; in training, the order is
+            `ONE_F_ONE_B`; see `Repeat`.
         """
+        if self.trains_with_loss(ctx):
+            raise ValueError(
+                f"layer {ctx.path!r}: Pipeline.order is {self.order}, which needs the "
+                "loss of each microbatch within the pipeline, as LanguageModel "
+                "computes it; this model computes it after the whole batch: set "
+                "Pipeline.order = %PipelineOrder.FORWARD_FIRST"
+            )
         if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
             return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
         check_stacked(ctx, self.weights(), theta)
@@ -168,6 +190,57 @@ class Pipeline(Layer):
         x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
         aux = [self._by_layer(each) for each in run.mean_losses(aux)]
         return run.body.result(run.microbatches.join(x), aux)
+
+    def trains_with_loss(self, ctx: Context) -> bool:
+        """Whether to be called by `loss` instead of `fprop`."""
+        return ctx.mode is Mode.TRAIN and self.schedule.is_one_f_one_b
+
+    def loss(
+        self, ctx: Context, theta: NestedMap, x: Any, head: LossHead, **constants: Any
+    ) -> NestedMap:
+        """The stack, and the loss of what it gives, in the order `ONE_F_ONE_B`.
+
+        Args:
+          ctx: context of `Mode.TRAIN`.
+          theta: as for `fprop`.
+          x: likewise.
+          head: what follows the stack.
+          **constants: as for `fprop`.
+
+        Returns:
+          `loss`: float32 scalar, of microbatches and side results together; it can be
+            differentiated once, by theta, the head's, x and constants.
+          `sums`: a nested map of the head's sums.
+          `aux`: the layers' side results, as `fprop` returns them; None if they have
+            none. Like sums, they are not differentiated.
+
+        Raises:
+          ValueError: as for `fprop`; microbatches do not divide the batch; a weight of
+            the head is a running statistic; its layers need random numbers.
+        """
+        check_stacked(ctx, self.weights(), theta)
+
+        def unstaged(run, aux):
+            aux = [self._by_layer(each) for each in run.mean_losses(aux)]
+            result = run.body.result(tf.nest.flatten(run.body.x), aux)
+            return result.aux if aux else None
+
+        def aux_loss(aux):
+            if not aux or head.aux_loss is None:
+                return tf.zeros([])
+            return head.aux_loss(unstaged(run, aux))
+
+        run = self._run(
+            ctx, x, constants, theta, of=OneFOneBRun, head=head, aux_loss=aux_loss
+        )
+        run.microbatches.check_split()
+        inputs = run.microbatches.divide(tf.nest.flatten(x))
+        flat = [*inputs, *theta.leaves(), *run.shared, *run.head_theta.leaves()]
+        outputs = tf.custom_gradient(run.with_gradient)(*flat)
+        (loss,), sums, aux = divide(tf.nest.flatten(outputs), [1, len(head.sums)])
+        sums = NestedMap(zip(head.sums, map(tf.stop_gradient, sums), strict=True))
+        aux = unstaged(run, list(map(tf.stop_gradient, aux)))
+        return NestedMap(loss=loss, sums=sums, aux=aux)
 
     def init_cache(
         self, ctx: Context, batch: int | tf.Tensor, length: int
@@ -302,7 +375,10 @@ class Pipeline(Layer):
         Tensors that each stage keeps in every iteration are kept in bubbles too.
         """
         run = self._run(ctx, x, constants)
-        kept = [(tensor, run.stores.count) for tensor in run.kept_for_backward()]
+        count = run.stores.count
+        if self.schedule.is_one_f_one_b:
+            count = self.schedule.kept_passes * run.in_a_row
+        kept = [(tensor, count) for tensor in run.kept_for_backward()]
         kept += [(tensor, self.schedule.slots) for tensor in run.body.outputs]
         staged = {"stages": self.num_stages, "stage_axes": run.stages.axes}
         return SavedForBackward(
@@ -310,8 +386,10 @@ class Pipeline(Layer):
             result=run.body.result_specs(specs_of(x), self.stack.count),
         )
 
-    def _run(self, ctx: Context, x: Any, constants, theta=None) -> PipelineRun:
-        return PipelineRun(
+    def _run(
+        self, ctx: Context, x: Any, constants, theta=None, *, of=PipelineRun, **more
+    ) -> PipelineRun:
+        return of(
             self.stack,
             self.schedule,
             ctx,
@@ -320,6 +398,7 @@ class Pipeline(Layer):
             theta,
             stage_mode=self.stage_mode,
             deferred=self.deferred_gradients,
+            **more,
         )
 
 

@@ -191,26 +191,14 @@ class PipelineRun(PipelineLoop):
         """The results, and what the layers got and saved in every iteration."""
         inputs, stacks, shared = divide(flat, self.body.counts[:2])
         counts = [len(inputs), len(inputs), len(self.body.aux)]
+        stores = self.stores if keep else None
 
         def iterate(t, *state):
             x, outs, aux, kept = divide(state, counts)
             x = self.shifted(t, x, inputs)
-            constants = self._constants(t, shared)
-
-            def layer(j, *state):
-                x, aux, kept = divide(state, counts[1:])
-                arguments = self._arguments(t, j, x, stacks, constants)
-                y = self.stages.run(self.split.forward, arguments)
-                y, new_aux, saved = self.body.divide_results(y)
-                y = self.of_layers(t, j, y, x)
-                new_aux = self.of_layers(t, j, self.in_valid(t, new_aux))
-                aux = self._add(aux, new_aux, self.slot(t, j))
-                if keep:
-                    values = [*x, *saved]
-                    kept = self.stores.write(kept, values, self.body.kept, t, j)
-                return [j + 1, *self._annotated(y), *aux, *kept]
-
-            x, aux, kept = divide(self.layers(layer, [*x, *aux, *kept]), counts[1:])
+            x, aux, kept = self.forward_layers(
+                t, x, aux, kept, stacks, shared, stores=stores
+            )
             outs = self.write_microbatch(outs, x, t, stage=-1)
             return [t + 1, *x, *outs, *aux, *kept]
 
@@ -226,6 +214,28 @@ class PipelineRun(PipelineLoop):
         _, outs, aux, kept = divide(final, counts)
         last = self.schedule.num_microbatches
         return [*(out[-1, :last] for out in outs), *aux], kept
+
+    def forward_layers(self, t, x, aux, kept, stacks, shared, *, stores):
+        """x, aux and kept tensors after the layers of iteration `t`.
+
+        What they get and save is written to `stores`, if not None.
+        """
+        constants = self._constants(t, shared)
+        counts = [len(x), len(aux)]
+
+        def layer(j, *state):
+            x, aux, kept = divide(state, counts)
+            arguments = self._arguments(t, j, x, stacks, constants)
+            y = self.stages.run(self.split.forward, arguments)
+            y, new_aux, saved = self.body.divide_results(y)
+            y = self.of_layers(t, j, y, x)
+            new_aux = self.of_layers(t, j, self.in_valid(t, new_aux))
+            aux = self._add(aux, new_aux, self.slot(t, j))
+            if stores is not None:
+                kept = stores.write(kept, [*x, *saved], self.body.kept, t, j)
+            return [j + 1, *self._annotated(y), *aux, *kept]
+
+        return divide(self.layers(layer, [*x, *aux, *kept]), counts)
 
     def with_gradient(self, *flat: tf.Tensor):
         """The results, and their gradient function."""
@@ -252,38 +262,16 @@ class PipelineRun(PipelineLoop):
         inputs, stacks, shared = divide(flat, self.body.counts[:2])
         n, weights = len(inputs), self.is_deferred.count(False)
         counts = [n, n, weights, len(shared)]
-        backward, new = self.split.backward, ()
-        if self.deferred is not None:
-            backward, new = self.deferred.backward, self.deferred.made
+        new = () if self.deferred is None else self.deferred.made
 
         def iterate(i, *state):
             t = self.schedule.iterations - 1 - i
             dx, dinputs, *sums = divide(state, counts)
             dx = self._shift_back(t, dx, dy)
-            constants = self._constants(t, shared)
-
-            def layer(i, *state):
-                j = self.in_a_row - 1 - i
-                dx, dstacks, dshared, made = divide(state, counts[1:])
-                before = self.stores.read(kept, self.body.kept, t, j)
-                arguments = self._arguments(t, j, before[:n], stacks, constants)
-                slot = self.slot(t, j)
-                dout = self.in_valid(t, [self.stages.read(d, slot) for d in daux])
-                grads = self.stages.run(backward, [*arguments, *before[n:], *dx, *dout])
-                before, dx = dx, grads[:n]
-                dx = self.of_layers(t, j, dx, before)
-                dweights, more, factors = divide(grads[n:], counts[2:])
-                more = self.of_layers(t, j, more)
-                if self.stores.by_layer:
-                    more = self.in_valid(t, more)
-                dstacks = self._add_weights(t, j, dstacks, dweights)
-                dshared = self._add(dshared, more, self.microbatch(t))
-                made = self.stores.write(made, factors, new, t, j)
-                return [i + 1, *self._annotated(dx), *dstacks, *dshared, *made]
-
-            dstacks, dshared, made = sums
-            state = self.layers(layer, [*dx, *dstacks, *dshared, *made])
-            dx, *sums = divide(state, counts[1:])
+            read = functools.partial(self.stores.read, kept, self.body.kept, t)
+            dx, *sums = self.backward_layers(
+                t, dx, sums, stacks, shared, daux, read=read, masks=self.stores.by_layer
+            )
             dinputs = self.write_microbatch(dinputs, dx, t, stage=0)
             return [i + 1, *dx, *dinputs, *(each for some in sums for each in some)]
 
@@ -306,6 +294,54 @@ class PipelineRun(PipelineLoop):
             [tf.reduce_sum(d, axis=0) for d in dshared],
             made,
         )
+
+    def backward_layers(self, t, dx, sums, stacks, shared, daux, *, read, masks):
+        """Gradients after the layers of iteration `t`, last first.
+
+        Args:
+          t: the iteration.
+          dx: the gradients of the stages' outputs.
+          sums: gradients of weights but for deferred ones, gradients of shared tensors,
+            and the stores of factors of deferred gradients; all are added to.
+          stacks: the weights.
+          shared: the shared tensors.
+          daux: the gradients of side results [L, Q, ...].
+          read: (j) -> what was kept of layer `j` in a row, in its forward pass.
+          masks: whether gradients of bubbles are not zero by themselves: what bubbles
+            read is of another layer and microbatch than their weights and masks, so
+            that their gradients may be NaN.
+
+        Returns:
+          [dx, *sums].
+        """
+        n = len(dx)
+        counts = [n, *map(len, sums[:2])]
+        backward, new = self.split.backward, ()
+        if self.deferred is not None:
+            backward, new = self.deferred.backward, self.deferred.made
+        constants = self._constants(t, shared)
+
+        def layer(i, *state):
+            j = self.in_a_row - 1 - i
+            dx, dstacks, dshared, made = divide(state, counts)
+            before = read(j)
+            arguments = self._arguments(t, j, before[:n], stacks, constants)
+            slot = self.slot(t, j)
+            dout = self.in_valid(t, [self.stages.read(d, slot) for d in daux])
+            grads = self.stages.run(backward, [*arguments, *before[n:], *dx, *dout])
+            before, dx = dx, grads[:n]
+            dx = self.of_layers(t, j, dx, before)
+            dweights, more, factors = divide(grads[n:], counts[1:])
+            more = self.of_layers(t, j, more)
+            if masks:
+                more = self.in_valid(t, more)
+            dstacks = self._add_weights(t, j, dstacks, dweights, masks=masks)
+            dshared = self._add(dshared, more, self.microbatch(t))
+            made = self.stores.write(made, factors, new, t, j)
+            return [i + 1, *self._annotated(dx), *dstacks, *dshared, *made]
+
+        state = [*dx, *(each for some in sums for each in some)]
+        return divide(self.layers(layer, state), counts)
 
     def _shift_back(self, t, dx, dy) -> list[tf.Tensor]:
         """Gradients of the stages' outputs, of those of their inputs later on."""
@@ -346,7 +382,7 @@ class PipelineRun(PipelineLoop):
         count = self.layers_of_stage
         return list(tf.while_loop(lambda q, *_: q < count, layer, start)[1:])
 
-    def _add_weights(self, t, j, dstacks, dweights) -> list[tf.Tensor]:
+    def _add_weights(self, t, j, dstacks, dweights, *, masks) -> list[tf.Tensor]:
         """Gradients of weights with those of a layer and iteration added."""
         dweights = [
             self.in_valid(t, [value / self.microbatches.count])[0]
@@ -358,9 +394,7 @@ class PipelineRun(PipelineLoop):
         ]
         dweights = self._unreduced_gradients(dweights, deferred=False)
         dweights = self.of_layers(t, j, dweights)
-        if self.stores.by_layer:
-            # What bubbles read is of another layer and microbatch than their weights
-            # and masks: their gradients may be NaN.
+        if masks:
             dweights = self.in_valid(t, dweights)
         slot = self.slot(t, j)
         slots = [

@@ -94,3 +94,53 @@ class StageStores:
         at = self.stages.entry(first.astype(np.int32), t) + j * schedule.slots
         valid = self.stages.entry(schedule.valid, t)
         return tf.where(valid, at, self.count - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReusedStores:
+    """Stacks [L, passes * K, U, ...] of which each place is written again once read.
+
+    For `PipelineOrder.ONE_F_ONE_B`; the places are `PipelineSchedule.kept_at`.
+
+    Args:
+      stages: the stages.
+      schedule: the microbatch of each, by iteration.
+      in_a_row: K.
+    """
+
+    stages: Stages
+    schedule: PipelineSchedule
+    in_a_row: int
+
+    @property
+    def count(self) -> int:
+        """The number of entries of each stage."""
+        return self.schedule.kept_passes * self.in_a_row
+
+    def zeros(self, kept: Sequence[Saved]) -> list[tf.Tensor]:
+        lead = [self.stages.count, self.count]
+        return [
+            self.stages.annotate(
+                tf.zeros([*lead, *saved.spec.shape], saved.spec.dtype), saved
+            )
+            for saved in kept
+        ]
+
+    def write(self, stacks, values, kept: Sequence[Saved], t, j) -> list[tf.Tensor]:
+        """`stacks` with `values` [L, U, ...] of layer `j` in iteration `t`."""
+        at = self._entries(self.schedule.kept_at[0], t, j)
+        return [
+            self.stages.write(stack, value, at, self.stages.sharding(saved, 2))
+            for stack, value, saved in zip(stacks, values, kept, strict=True)
+        ]
+
+    def read(self, stacks, kept: Sequence[Saved], t, j) -> list[tf.Tensor]:
+        """What was written for layer `j` of those in backward iteration `t`."""
+        at = self._entries(self.schedule.kept_at[1], t, j)
+        return [
+            self.stages.read(stack, at, self.stages.sharding(saved, 2))
+            for stack, saved in zip(stacks, kept, strict=True)
+        ]
+
+    def _entries(self, places: np.ndarray, t, j) -> tf.Tensor:
+        return self.stages.entry(places * np.int32(self.in_a_row), t) + j

@@ -221,6 +221,12 @@ class Stages:
             moved = _pad(state, -1, 1)
         return tf.where(self._is_stage(-1, state) & ~round_, last[None], moved)
 
+    def last(self, state: tf.Tensor) -> tf.Tensor:
+        """The last stage's entry of [L, ...]: [...], on the devices of all stages."""
+        others = tf.zeros_like(state)
+        # A sum, which is reduced and cut in one where the result is split.
+        return tf.reduce_sum(tf.where(self._is_stage(-1, state), state, others), axis=0)
+
     def annotate(
         self, tensor: tf.Tensor, like: Saved | None = None, *, before: int = 0
     ) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """The benchmark of what pipelines leave idle: its formulas, its rows, its command."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -9,16 +10,22 @@ import pytest
 
 from benchmarks.papers import pipeline_schedules
 from meshwright.framework.compiler.hlo.step_time import Loop
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 from meshwright.trainers.planning.plan_pipelines import PlannedPipeline
 from tests import needs
 
 SCRIPT = pathlib.Path(pipeline_schedules.__file__)
 
 
-def schedule(stages, microbatches, repeats=1):
+def schedule(stages, microbatches, repeats=1, order=PipelineOrder.FORWARD_FIRST):
     return PipelineSchedule(
-        num_stages=stages, num_microbatches=microbatches, num_repeats=repeats
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_repeats=repeats,
+        order=order,
     )
 
 
@@ -36,6 +43,13 @@ def test_formulas():
     want = {"1F1B": 21 / 69, "ZB-H1": 7 / 55, "ZBV": 0, "DualPipe": 6 / 54}
     assert {name: idle for name, (idle, _) in others.items()} == pytest.approx(want)
     assert [kept for _, kept in others.values()] == [8, 8, 8, 9]
+
+
+@pytest.mark.parametrize(("repeats", "alive"), [(1, 15), (2, 11.5), (4, 9.75)])
+def test_1f1b_keeps_less_than_twice_as_many_microbatches_as_stages(repeats, alive):
+    made = schedule(8, 32, repeats, PipelineOrder.ONE_F_ONE_B)
+    assert pipeline_schedules.alive(made, deferred=False) == alive
+    assert made.bubble_fraction == schedule(8, 32, repeats).bubble_fraction
 
 
 def op(seconds, layer, *loops):
@@ -88,6 +102,16 @@ def test_a_row():
     row = pipeline_schedules.row(report(), "w_.*")
     # A quarter of the loops is bubbles: 15 of 124 s; 7.5 of a step.
     want = "GPipe after: w_.* 4 3.0 12.1% 18.2% 7.500 127.500 3.0"
+    assert " ".join(row.split()) == want
+
+
+def test_a_row_of_1f1b():
+    """Its layers take the seconds of the loops; these have the loss, too."""
+    (gpipe,) = report().pipelines
+    order = PipelineOrder.ONE_F_ONE_B
+    pipeline = dataclasses.replace(gpipe, schedule=schedule(2, 3, 1, order))
+    row = pipeline_schedules.row(report(pipelines=(pipeline,)), "")
+    want = "1F1B in the loop 4 3.0 25.0% 25.0% 7.500 127.500 3.0"
     assert " ".join(row.split()) == want
 
 

@@ -28,6 +28,7 @@ from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineOrder
 from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
 from tests.layers.stacks.staged import by_stage
@@ -76,10 +77,18 @@ class Body(Layer):
 
 
 def pipeline(
-    stages, microbatches, repeats=1, mode=StageMode.VECTORIZED, *, deferred=(), **stack
+    stages,
+    microbatches,
+    repeats=1,
+    mode=StageMode.VECTORIZED,
+    *,
+    deferred=(),
+    order=PipelineOrder.FORWARD_FIRST,
+    **stack,
 ):
     return Pipeline(
         deferred_gradients=deferred,
+        order=order,
         stack=Repeat(**{"body": Body(), "num_layers": LAYERS, **stack}),
         num_stages=stages,
         num_microbatches=microbatches,

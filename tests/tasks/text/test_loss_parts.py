@@ -98,3 +98,17 @@ def test_parts_that_do_not_divide_are_refused(plan, mesh, parts, message):
     )
     with pytest.raises(ValueError, match=message):
         StepPrograms(job).main.hlo_text()
+
+
+def test_parts_of_a_loss_within_a_pipeline_are_refused():
+    message = "LanguageModel.loss_parts is 2, but Pipeline.order = .*: set Lang"
+    with pytest.raises(ValueError, match=message):
+        small_experiment(
+            "include 'lm/pipeline.gin'",
+            "include 'plans/pipeline.gin'",
+            "MESH_SHAPE = (2, 2, 2)",
+            "NUM_STAGES = 2",
+            "NUM_MICROBATCHES = 2",
+            "Pipeline.order = %PipelineOrder.ONE_F_ONE_B",
+            PARTS,
+        )

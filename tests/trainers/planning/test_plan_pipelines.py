@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.framework.compiler.hlo.step_time import Loop
-from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.pipelines.pipeline_schedule import (
+    PipelineOrder,
+    PipelineSchedule,
+)
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_pipelines import planned_pipelines
@@ -51,16 +54,23 @@ def planned(tmp_path_factory):
     return run
 
 
-def pipeline(stages, microbatches, repeats=1):
+ONE_F_ONE_B = PipelineOrder.ONE_F_ONE_B
+
+
+def pipeline(stages, microbatches, repeats=1, order=PipelineOrder.FORWARD_FIRST):
     """As a document has it."""
     schedule = PipelineSchedule(
-        num_stages=stages, num_microbatches=microbatches, num_repeats=repeats
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_repeats=repeats,
+        order=order,
     )
     return {
         "path": "stack",
         "num_stages": stages,
         "num_microbatches": microbatches,
         "num_repeats": repeats,
+        "order": order.value,
         "iterations": schedule.iterations,
         "bubble_fraction": schedule.bubble_fraction,
         "timetable": [
@@ -161,6 +171,50 @@ def test_a_pipelines_loops_make_its_iterations_on_its_layers_alone():
     times = types.SimpleNamespace(all=lambda: iter(ops[:1]))
     (unknown,) = planned_pipelines(task, times, SOURCES)
     assert unknown.loop_seconds is unknown.bubble_seconds is None
+
+
+def test_of_1f1b_the_time_of_layers_alone_is_in_proportion():
+    """Four of its five iterations are in the loop that has the loss, too."""
+    params = [*PARAMS, "Pipeline.order = %PipelineOrder.ONE_F_ONE_B"]
+    task = build_experiment(GIN_FILES, params)[0].task
+    steps, both, layers = (
+        Loop(name=n, trips=t) for n, t in (("s", 4), ("b", 4), ("k", 2))
+    )
+    ops = [
+        taking(100, "embedding", steps),
+        taking(1, "stack", steps, both),
+        taking(2, "stack.attention", steps, both, layers),
+        taking(4, "", steps, both),
+        taking(8, "softmax", steps, both),
+        taking(16, "stack.attention", steps),  # A loop of one iteration is none.
+    ]
+    times = types.SimpleNamespace(all=lambda: iter(ops))
+    (pipeline,) = planned_pipelines(task, times, SOURCES)
+    assert pipeline.loops == {"b"}
+    assert pipeline.loop_seconds == pytest.approx(7 * 5 / 4)
+    times = types.SimpleNamespace(all=lambda: iter(ops[:1]))
+    (unknown,) = planned_pipelines(task, times, SOURCES)
+    assert unknown.loop_seconds is unknown.bubble_seconds is None
+
+
+def test_of_1f1b_both_passes_are_drawn(planned):
+    row = pipeline(2, 4, order=ONE_F_ONE_B)
+    plot = schedule_plot(row, document=planned("cpu", CIRCULAR))
+    assert plot.text.startswith("2 stages x 4 microbatches, 1F1B: 5 iterations, ")
+    assert "the first in iteration 1: 6 iterations together" in plot.text
+    axes = axes_of(plot)
+    np.testing.assert_array_equal(
+        cells(axes)[..., 3],
+        [  # Forward and backward, by stage.
+            [1, 1, 1, 1, 0, 0],
+            [0, 0, 1, 1, 1, 1],
+            [0, 1, 1, 1, 1, 0],
+            [0, 1, 1, 1, 1, 0],
+        ],
+    )
+    assert {(t.get_text(), t.xy) for t in axes.texts} == {
+        (str(m), at) for m in range(4) for at in ((m, 0), (m + 2, 1))
+    } | {(str(m), (m + 1, row)) for m in range(4) for row in (2, 3)}
 
 
 def schedule_plot(pipeline, *, document):

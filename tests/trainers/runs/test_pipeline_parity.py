@@ -64,7 +64,7 @@ def unstaged(layer: Pipeline, path: str, value: np.ndarray) -> np.ndarray:
 STEPS = 5
 # Stages, microbatches, repeats; mode, mesh, partitioner, steps a call; optimizer,
 # experts.
-CASES = [
+FORWARD_FIRST = [
     ((2, 4, 1), "VECTORIZED", (2, 2, 2), "SHARDY", 1, "adam", 0),
     # A loop around the pipeline's: GSPMD once ended the process for what counts them.
     ((2, 4, 2), "MANUAL", (2, 2, 2), "GSPMD", STEPS, "adafactor", 0),
@@ -76,21 +76,32 @@ CASES = [
     ((2, 4, 3), "VECTORIZED", (2, 2, 2), "SHARDY", STEPS, "adam", 0),
     ((2, 4, 3), "VECTORIZED", (2, 2, 2), "GSPMD", STEPS, "adafactor", 0),
 ]
-QUICK = CASES[:2]
+ONE_F_ONE_B = [
+    ((2, 4, 1), "VECTORIZED", (2, 2, 2), "SHARDY", 1, "adam", 0),
+    ((2, 4, 2), "MANUAL", (2, 2, 2), "GSPMD", STEPS, "adafactor", 0),
+    ((4, 8, 1), "VECTORIZED", (4, 1, 2), "GSPMD", 1, "adam", 0),
+    ((2, 2, 1), "VECTORIZED", (2, 2, 2), "SHARDY", STEPS, "adafactor", 2),
+    ((2, 2, 1), "MANUAL", (2, 2, 2), "GSPMD", STEPS, "adam", 2),
+    ((2, 4, 3), "VECTORIZED", (2, 2, 2), "SHARDY", STEPS, "adam", 0),
+]
+CASES = [(*case, "FORWARD_FIRST") for case in FORWARD_FIRST]
+CASES += [(*case, "ONE_F_ONE_B") for case in ONE_F_ONE_B]
+QUICK = [*CASES[:2], CASES[len(FORWARD_FIRST)]]
 
 
 @pytest.mark.parametrize(
-    "sizes,mode,mesh,partitioner,steps,optimizer,experts",
+    "sizes,mode,mesh,partitioner,steps,optimizer,experts,order",
     [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
 )
 def test_trains_as_the_plain_stack(
-    sizes, mode, mesh, partitioner, steps, optimizer, experts
+    sizes, mode, mesh, partitioner, steps, optimizer, experts, order
 ):
     stages, microbatches, repeats = sizes
     params = [
         f"MESH_SHAPE = {mesh}",
         f"Pipeline.num_repeats = {repeats}",
         f"Pipeline.stage_mode = %StageMode.{mode}",
+        f"Pipeline.order = %PipelineOrder.{order}",
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         f"Experiment.steps_per_loop = {steps}",
     ]
