@@ -317,9 +317,12 @@ def _cut(graph, parts, ends: Sequence[int], recompute, names) -> list[tf.Tensor]
     cut = {}
     for root in map(_root, wanted):
         # `prune` cuts all outputs of an op; the history that a TF loop keeps for its
-        # own gradient is no tensor.
+        # own gradient is no tensor, and what has no known rank, such as what fused
+        # normalization reserves, no loop can keep.
         siblings = root.op.outputs
-        if root.ref() not in given and all(t.dtype != tf.variant for t in siblings):
+        if root.ref() not in given and all(
+            t.dtype != tf.variant and t.shape.rank is not None for t in siblings
+        ):
             cut.update((t.ref(), t) for t in siblings)
     return list(cut.values())
 

@@ -276,6 +276,7 @@ class MultiHeadAttention(Layer):
         paddings: tf.Tensor | None = None,
         segment_positions: tf.Tensor | None = None,
         relative_bias: tf.Tensor | None = None,
+        times: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """`fprop` of one more token: attends to the tokens before it and to itself.
 
@@ -284,13 +285,18 @@ class MultiHeadAttention(Layer):
         Args:
           ctx: context.
           theta: weights.
-          x: [B, 1, M], the tokens at `position`; or [B, S, M] if that is 0.
+          x: [B, 1, M], the tokens at `position`; or [B, S, M] if that is 0, or tokens
+            of the same time.
           cache: as `init_cache` makes it, filled below `position`.
           position: int32 scalar, an index in the cache.
-          paddings: [B, T], 1 at tokens of the cache that no query may see.
+          paddings: [B, T], 1 at tokens of the cache that no query may see; or
+            [B, S, T], that a query may not see.
           segment_positions: int32 [B, S], positions in rows that begin with padding;
             the index by default.
           relative_bias: as for `fprop`.
+          times: int32 [1, T], where places of the cache are not one for each time: the
+            times, in place of indices. Those of all tokens of the step are the same,
+            and paddings [B, S, T] say what each sees: see `BeamCaches.FLAT`.
 
         Returns:
           [B, S, M] in the activation dtype, and the cache with S positions more.
@@ -298,6 +304,8 @@ class MultiHeadAttention(Layer):
         q, k, v = self._projections.project(ctx, theta, x, "qkv")
         length = x.shape[1]
         index = (tf.range(length) + position)[None]
+        if times is not None:
+            index = tf.broadcast_to(tf.gather(times, position, axis=1), [1, length])
         if segment_positions is None:
             segment_positions = index
         if self.positions is PositionKind.ROTARY:
@@ -310,7 +318,9 @@ class MultiHeadAttention(Layer):
             ),
             NestedMap(key=k, value=v),
         )
-        if length == 1:
+        if times is not None:
+            k, v = cache.key, cache.value
+        elif length == 1:
             k, v = cache.key, cache.value
             later = tf.cast(tf.range(k.shape[1])[None] > position, tf.int32)
             paddings = later if paddings is None else tf.maximum(paddings, later)
@@ -318,13 +328,14 @@ class MultiHeadAttention(Layer):
             paddings = paddings[:, :length]
         # Of a row that begins with padding all positions are equally many too high.
         shift = (index - segment_positions)[:, -1:]
-        keys = tf.range(k.shape[1])[None]
+        keys = tf.range(k.shape[1])[None] if times is None else times
         logits = self._logits(
             ctx,
             Tokens(index=index, position=segment_positions),
             Tokens(index=keys, position=keys - shift),
             paddings=paddings,
             offset=-position,
+            relative=None if times is None else times[0] - index[0, 0],
         )
         learned = self._learned(ctx, theta, relative_bias)
         out = self._attend(ctx, theta, q, k, v, logits, learned, is_step=True)

@@ -42,8 +42,11 @@ class Logits:
       queries: where queries are, [B or 1, S].
       keys: where keys are, [B or 1, T].
       dtype: that of logits.
-      paddings: [B or 1, T], 1 at keys that no query sees.
+      paddings: [B or 1, T], 1 at keys that no query sees; or, of all pairs,
+        [B, S, T], that a query does not see.
       offset: the index of the first key minus that of the first query.
+      relative: int32 [T], of keys that are not in a row: the index of each minus that
+        of the queries, which all have the same. `of_all` reads it in place of `offset`.
       max_distance: of relative positions.
       cap: c of c * tanh(products / c), or None.
     """
@@ -54,6 +57,7 @@ class Logits:
     dtype: tf.DType
     paddings: tf.Tensor | None = None
     offset: int | tf.Tensor = 0
+    relative: tf.Tensor | None = None
     max_distance: int = 128
     cap: float | None = None
 
@@ -74,7 +78,9 @@ class Logits:
         products = [tf.einsum("bsnd,btnd->bnst", q, k)]
         if learned.to_keys is not None:
             keys = k.shape[1]
-            products.append(learned.to_keys.products(ctx, q, keys, self.offset))
+            products.append(
+                learned.to_keys.products(ctx, q, keys, self.offset, self.relative)
+            )
         return self.finished(
             products,
             self.queries,
@@ -121,6 +127,7 @@ class Logits:
                 max_distance=self.max_distance,
                 offset=offset,
                 stride=stride,
+                relative=self.relative,
             )
             logits += tf.cast(bias, self.dtype)
         visible = visibility(self.mask, queries, keys, paddings)

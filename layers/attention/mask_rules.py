@@ -250,7 +250,7 @@ def visibility(
       queries: tokens [B or 1, S].
       keys: tokens [B or 1, T]; with segments if the queries have them: queries see
         keys of the same segment.
-      paddings: [B, T], 1 at keys that no query sees.
+      paddings: [B, T], 1 at keys that no query sees; or [B, S, T], of each query.
 
     Returns:
       bool [B or 1, S or 1, T], query before key, or None where every key is seen.
@@ -269,7 +269,8 @@ def visibility(
     if queries.segment is not None:
         parts.append(queries.segment == keys.segment)
     if paddings is not None:
-        parts.append((paddings == 0)[:, None, :])
+        of_each = paddings if paddings.shape.rank == 3 else paddings[:, None, :]
+        parts.append(of_each == 0)
     visible = None
     for part in parts:
         if part is not None:

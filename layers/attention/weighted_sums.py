@@ -68,7 +68,9 @@ def weighted_sums(
       ValueError: blocks, a ring or heads do not go with the plan; a kernel is asked
         for that cannot compute this.
     """
-    way = way_of(ctx, q.shape[1])
+    # Queries that have the same index are as a single one.
+    queries = q.shape[1] if logits.relative is None else 1
+    way = way_of(ctx, queries)
     key_dims = dims_of_keys(q, k)
     inside = ctx
     if way is SequenceAttention.ALL_TO_ALL:
@@ -96,7 +98,7 @@ def weighted_sums(
             block_size=_RING_SIZES.get(block_size, block_size),
         )
     k, v = (for_each_head(inside, heads, q.shape[2]) for heads in (k, v))
-    size = _size(ctx, block_size, q.shape[1], k.shape[1], is_step)
+    size = _size(ctx, block_size, queries, k.shape[1], is_step)
     if size is None:
         context = _at_once(inside, logits, q, k, v, learned, dropout)
     else:
@@ -115,7 +117,7 @@ def _at_once(ctx, logits: Logits, q, k, v, learned, dropout: Dropout) -> tf.Tens
         )
     context = tf.einsum("bnst,btnd->bsnd", probs, v)
     if learned.to_values is not None:
-        context += learned.to_values.sums(ctx, probs, logits.offset)
+        context += learned.to_values.sums(ctx, probs, logits.offset, logits.relative)
     return save_name(ctx.split(context, BSND), "context")
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.shapes import copies_of_each, shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks import cache_rows
+from meshwright.layers.stacks.beams import Beams
 from meshwright.tasks.text.decoding import Decoded, Decoder, TokenModel
 from meshwright.tasks.text.language_model import LanguageModel
 
@@ -56,9 +56,10 @@ class Continuation:
         Raises:
           ValueError: the model's stack decodes nothing, see `LanguageModel.init_cache`.
         """
-        P, K = self.prompt_length, self.search.beams
+        P = self.prompt_length
         rows = shape_of(prompts.ids)[0]
-        cache = self.task.init_cache(ctx, rows, P + self.length - 1)
+        beams = self._beams()
+        cache = self.task.init_cache(ctx, rows, beams.length)
         padding = (P - prompts.lengths)[:, None]
         # The last tokens too, which others may see; the search reads them again.
         _, cache = self.task.step(
@@ -67,10 +68,10 @@ class Continuation:
             prompts.ids,
             cache,
             0,
-            paddings=self._paddings(padding),
+            paddings=self._paddings(prompts),
             segment_positions=tf.maximum(tf.range(P) - padding, 0),
         )
-        cache = cache_rows.copied(self.task.stack, cache, K)
+        cache = beams.begin(ctx, cache, rows)
         return self.search.begin(ctx, self._model(ctx, theta, prompts, cache))
 
     def go_on(
@@ -91,18 +92,19 @@ class Continuation:
         return self.search.result(state)
 
     def _model(self, ctx, theta, prompts, cache) -> TokenModel:
-        P, K = self.prompt_length, self.search.beams
-        lengths = copies_of_each(prompts.lengths, K, 0)[:, None]
+        beams, K = self._beams(), self.search.beams
+        lengths = copies_of_each(prompts.lengths[:, None], K, 1)
 
         def step(ids, cache, position):
-            x, cache = self.task.step(
+            run = functools.partial(
+                self.task.step,
                 ctx,
                 theta,
-                tf.reshape(ids, [-1, 1]),
-                cache,
-                position + P - 1,
-                paddings=self._paddings(P - lengths),
-                segment_positions=lengths + position - 1,
+                beams.tokens(ids),
+                segment_positions=beams.tokens(lengths + position - 1),
+            )
+            x, cache = beams.step(
+                run, cache, position, paddings=self._paddings(prompts)
             )
             logits = self.task.to_logits(ctx, theta, x)
             return tf.reshape(logits, [-1, K, logits.shape[-1]]), cache
@@ -114,11 +116,19 @@ class Continuation:
             length=self.length,
             start_id=prompts.ids[:, -1],
             end_id=self.task.text.end_id,
-            reordered=functools.partial(cache_rows.reordered, self.task.stack),
+            reordered=beams.reordered,
         )
 
-    def _paddings(self, padding: tf.Tensor) -> tf.Tensor:
-        """int32 [R, C], 1 before a prompt's first token, for `padding` [R, 1]."""
-        return tf.cast(
-            tf.range(self.prompt_length + self.length - 1) < padding, tf.int32
+    def _beams(self) -> Beams:
+        """Of the search, whose first step reads the last token of prompts again."""
+        return self.search.hypotheses(
+            stack=self.task.stack,
+            path=f"{type(self.task).__name__}.stack",
+            steps=self.length,
+            before=self.prompt_length - 1,
         )
+
+    def _paddings(self, prompts: NestedMap) -> tf.Tensor:
+        """int32 [B, P], 1 before a prompt's first token."""
+        padding = self.prompt_length - prompts.lengths[:, None]
+        return tf.cast(tf.range(self.prompt_length) < padding, tf.int32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import gin
 import numpy as np
@@ -22,6 +22,7 @@ from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.shapes import shape_of, take_rows
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.beams import KINDS, BeamCaches, Beams
 
 Step = Callable[
     [tf.Tensor, NestedMap, tf.Tensor],
@@ -87,6 +88,11 @@ class Decoder(Checked):
 
     beams: int
     """K."""
+    caches: BeamCaches = BeamCaches.REORDERED
+
+    def hypotheses(self, **sizes: Any) -> Beams:
+        """Where the hypotheses have their tokens; `sizes` are all but `Beams.count`."""
+        return KINDS[self.caches](count=self.beams, **sizes)
 
     def decode(self, ctx: Context, model: TokenModel) -> Decoded:
         """Searches from the model's `start_id` on.
@@ -189,6 +195,7 @@ class Sampling(Decoder):
     top_p: float = bounded(1.0, above=0, at_most=1)
 
     beams: ClassVar[int] = 1
+    caches: ClassVar[BeamCaches] = BeamCaches.REORDERED
 
     def __post_init__(self):
         super().__post_init__()
@@ -264,6 +271,7 @@ class BeamSearch(Decoder):
     Args:
       beams: K.
       alpha: how much length is rewarded; 0 means not at all.
+      caches: which caches beams have.
 
     Raises:
       ValueError: K is below 1 or alpha below 0.
@@ -271,6 +279,7 @@ class BeamSearch(Decoder):
 
     beams: int = bounded(4, at_least=1)
     alpha: float = bounded(0.6, at_least=0)
+    caches: BeamCaches = BeamCaches.REORDERED
 
     def start(self, model: TokenModel) -> NestedMap:
         batch, K = model.batch, self.beams

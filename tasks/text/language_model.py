@@ -120,19 +120,19 @@ class LanguageModel(TextTask):
         cache: NestedMap,
         position: int | tf.Tensor,
         *,
-        paddings: tf.Tensor,
         segment_positions: tf.Tensor,
+        **inputs: tf.Tensor,
     ) -> tuple[tf.Tensor, NestedMap]:
         """`hidden` of one more token of each row, or of the first ones at once.
 
         Args:
           ctx: context of `Mode.EVAL`.
           theta: weights.
-          ids: int32 [B, 1]; or [B, S] if `position` is 0.
+          ids: int32 [B, 1], or [B, S]: see `MultiHeadAttention.step`.
           cache: as `init_cache` or `step` returned it.
           position: see `MultiHeadAttention.step`, as the next two.
-          paddings: [B, T].
           segment_positions: int32 [B, S].
+          **inputs: paddings, and times.
 
         Returns:
           What logits are computed of, [B, S, M], and the cache.
@@ -146,8 +146,8 @@ class LanguageModel(TextTask):
                 cache,
                 position,
                 token_ids=ids,
-                paddings=paddings,
                 segment_positions=segment_positions,
+                **inputs,
             )
         with ctx.scope("final_norm") as c:
             return self.final_norm.fprop(c, theta.final_norm, x), cache

@@ -20,7 +20,6 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.stacks import cache_rows
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import DecodeResult, Decoding, Serving, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
@@ -124,27 +123,30 @@ class Translation(TextTask):
             encoded = self.decoder.encode_memory(c, theta.decoder, memory)
         batch_size, beams = shape_of(memory)[0], self.search.beams
         length = self.text.target_length
+        hypotheses = self.search.hypotheses(
+            stack=self.decoder, path="Translation.decoder", steps=length
+        )
 
         def step(ids, cache, position):
-            ids = tf.reshape(ids, [-1, 1])
+            ids = hypotheses.tokens(ids)
             (x,) = self.embed(ctx, theta, (ids, tf.reshape(position, [1, 1])))
             with ctx.scope("decoder") as c:
-                x, cache = self.decoder.step(
+                run = functools.partial(
+                    self.decoder.step,
                     c,
                     theta.decoder,
                     x,
-                    cache,
-                    position,
                     token_ids=ids,
                     memory=encoded,
                     memory_paddings=paddings,
                 )
+                x, cache = hypotheses.step(run, cache, position)
             logits = self.to_logits(ctx, theta, self._normalized(ctx, theta, x))
             return tf.reshape(logits, [-1, beams, logits.shape[-1]]), cache
 
         with ctx.scope("decoder") as c:
-            cache = self.decoder.init_cache(c, batch_size, length)
-            cache = cache_rows.copied(self.decoder, cache, beams)
+            cache = self.decoder.init_cache(c, batch_size, hypotheses.length)
+            cache = hypotheses.begin(c, cache, batch_size)
         with ctx.scope("search") as c:
             if c.key is not None:  # Other batches have other draws.
                 c = dataclasses.replace(
@@ -157,7 +159,7 @@ class Translation(TextTask):
                 length=length,
                 start_id=Vocabulary.start_id,
                 end_id=Vocabulary.end_id,
-                reordered=functools.partial(cache_rows.reordered, self.decoder),
+                reordered=hypotheses.reordered,
             )
             return self.search.decode(c, model)
 

@@ -18,6 +18,7 @@ from meshwright.framework.compiler.xla.processes import (
     is_first_process,
 )
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.tasks.text.decoding import BeamSearch, Decoder, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.trainers import cli
@@ -208,7 +209,11 @@ def _growing(texts: Iterable[str]) -> Iterator[str]:
 
 def _search() -> Decoder:
     if generate_flags.BEAMS.value is not None:
-        return BeamSearch(beams=generate_flags.BEAMS.value)
+        is_flat = generate_flags.FLAT_BEAMS.value
+        return BeamSearch(
+            beams=generate_flags.BEAMS.value,
+            caches=BeamCaches.FLAT if is_flat else BeamCaches.REORDERED,
+        )
     top_k, top_p = generate_flags.TOP_K.value, generate_flags.TOP_P.value
     temperature = generate_flags.TEMPERATURE.value
     if temperature is None:

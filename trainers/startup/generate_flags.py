@@ -67,6 +67,9 @@ TOP_P = flags.DEFINE_float(
 BEAMS = flags.DEFINE_integer(
     "beams", None, "Search for the likeliest continuations with so many beams instead."
 )
+FLAT_BEAMS = flags.DEFINE_bool(
+    "flat_beams", False, "Beams of a prompt share a cache, as by BeamCaches.FLAT."
+)
 SEED = flags.DEFINE_integer("seed", 0, "Of draws: the same seed, the same text.")
 ROWS = flags.DEFINE_integer(
     "rows", 16, "Most prompts that are continued at the same time."
@@ -111,6 +114,8 @@ def check() -> None:
             f"--beams and {' and '.join(drawn)}: beams draw nothing, so leave out one "
             "or the other"
         )
+    if FLAT_BEAMS.value and BEAMS.value is None:
+        raise ValueError("--flat_beams without --beams: give their number")
     if temperature == 0 and len(drawn) > 1:
         raise ValueError(
             f"{drawn[-1]} with --temperature=0: nothing is drawn, so leave out one or "

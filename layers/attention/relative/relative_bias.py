@@ -103,6 +103,7 @@ def relative_bias(
     max_distance: int = 128,
     offset: int | tf.Tensor = 0,
     stride: int = 1,
+    relative: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """A bias for each head and pair of tokens, by the bucket of their distance.
 
@@ -117,22 +118,26 @@ def relative_bias(
       max_distance: as in `relative_bucket`.
       offset: the position of the first key minus that of the first query.
       stride: the position of a key, or query, minus that of the one before it.
+      relative: int32 [T], see `Logits`; None: keys and queries are in rows.
 
     Returns:
       [..., N, S, T], query before key, in the dtype of `weight`.
     """
     *lead, num_buckets, heads = weight.shape
     length = queries + keys
-    # Entry k of a row of S + T is for distance k, or k - (S + T) after the first T.
-    entry = tf.range(length)
+    if relative is None:
+        # Entry k of a row of S + T is for distance k, or k - (S + T) after the first T.
+        entry = tf.range(length)
+        distances = tf.where(entry < keys, entry, entry - length) * stride + offset
+    else:
+        distances = relative
     bucket = relative_bucket(
-        tf.where(entry < keys, entry, entry - length) * stride + offset,
-        mask=mask,
-        num_buckets=num_buckets,
-        max_distance=max_distance,
+        distances, mask=mask, num_buckets=num_buckets, max_distance=max_distance
     )
     one_hot = tf.one_hot(bucket, num_buckets, dtype=weight.dtype)
     row = tf.matmul(weight, one_hot, transpose_a=True, transpose_b=True)
+    if relative is not None:
+        return tf.broadcast_to(row[..., None, :], [*lead, heads, queries, keys])
     # Copies of the row end to end, read with a stride one short: each query's row is
     # the previous row shifted by one. A gather's gradient would be a scatter of S*T.
     rows = tf.broadcast_to(row[..., None, :], [*lead, heads, queries, length])

@@ -75,7 +75,12 @@ class DistanceVectors:
     reach: int | None = None
 
     def products(
-        self, ctx: Context, q: tf.Tensor, keys: int, offset: int | tf.Tensor = 0
+        self,
+        ctx: Context,
+        q: tf.Tensor,
+        keys: int,
+        offset: int | tf.Tensor = 0,
+        relative: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Products of queries and the vectors of their distances to keys.
 
@@ -84,26 +89,35 @@ class DistanceVectors:
           q: [B, S, N, D], scaled.
           keys: T.
           offset: the index of the first key minus that of the first query.
+          relative: int32 [T], see `Logits`.
 
         Returns:
           [B, N, S, T] in the activation dtype.
         """
         if self.shift is not None:
             q = add_bias(ctx, q, self.shift)
-        if q.shape[1] == 1:  # Fewer products than if distances were projected.
+        if relative is None and q.shape[1] == 1:
+            relative = tf.range(keys) + offset
+        if relative is not None:  # Fewer products than if distances were projected.
             q = tf.einsum("bsnd,fnd->bsnf", q, ctx.cast(self.weight))
-            features = ctx.cast(self.features(tf.range(keys) + offset))
+            features = ctx.cast(self.features(relative))
             return tf.einsum("bsnf,tf->bnst", q, features)
         vectors = self._of_pairs(ctx, q.shape[1], keys, offset)
         return by_key(tf.einsum("bsnd,pnd->bnsp", q, vectors), keys)
 
     def sums(
-        self, ctx: Context, probs: tf.Tensor, offset: int | tf.Tensor = 0
+        self,
+        ctx: Context,
+        probs: tf.Tensor,
+        offset: int | tf.Tensor = 0,
+        relative: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Sums [B, S, N, D] of vectors, weighted by `probs` [B, N, S, T]."""
         *_, queries, keys = probs.shape
-        if queries == 1:
-            features = ctx.cast(self.features(tf.range(keys) + offset))
+        if relative is None and queries == 1:
+            relative = tf.range(keys) + offset
+        if relative is not None:
+            features = ctx.cast(self.features(relative))
             sums = tf.einsum("bnst,tf->bsnf", probs, features)
             return tf.einsum("bsnf,fnd->bsnd", sums, ctx.cast(self.weight))
         vectors = self._of_pairs(ctx, queries, keys, offset)

@@ -108,19 +108,19 @@ def weights_of(task):
     return drawn.map(lambda w: 2 * w if w.shape.rank > 1 else w)
 
 
-def continuation(task, search, prompts, plan=None, seed=0):
-    """(weights, batch) -> `ids` and `scores` of up to N tokens more; and the batch."""
+def continuation(task, search, prompts, plan=None, seed=0, length=N):
+    """(weights, batch) -> `ids` and `scores` of so many tokens more; and the batch."""
     rows = np.full([len(prompts), P], 99, np.int32)  # What is there is not read.
     for row, prompt in zip(rows, prompts, strict=True):
         row[-len(prompt) :] = prompt
     lengths = tf.constant([len(prompt) for prompt in prompts])
     batch = NestedMap(ids=tf.constant(rows), lengths=lengths)
-    more = Continuation(task=task, search=search, prompt_length=P, length=N)
+    more = Continuation(task=task, search=search, prompt_length=P, length=length)
     ctx = Context(key=key_from_seed(seed), plan=plan or ShardingPlan())
 
     def run(theta, batch):
         state = more.begin(ctx, theta, batch)
-        state = more.go_on(ctx, theta, batch, state, N)
+        state = more.go_on(ctx, theta, batch, state, length)
         decoded = more.result(state)
         return decoded.ids, decoded.scores
 

@@ -13,6 +13,7 @@ from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.positions import InputPositions
+from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.trainers.experiment import config
@@ -185,6 +186,14 @@ def test_eight_devices_decode_as_one(root, plan, partitioner):
     together = decoded(root, plan, BEAMS, change, see)
     np.testing.assert_array_equal(together.ids, alone.ids)
     np.testing.assert_allclose(together.scores, alone.scores, rtol=1e-4)
+
+
+def test_hypotheses_share_a_cache(root):
+    """Of a decoder that attends to a memory, with experts, on one device."""
+    flat = dataclasses.replace(BEAMS, caches=BeamCaches.FLAT)
+    want, got = decoded_alone(root, "sparse"), decoded(root, "sparse", flat)
+    np.testing.assert_array_equal(got.ids, want.ids)
+    np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
 
 
 def batches(job: Experiment) -> list[NestedMap]:

@@ -75,11 +75,13 @@ def test_a_checkpoint_of_another_model_is_refused(straight, capfd, param, messag
 
 
 def test_the_text_of_beams_is_that_of_the_best(straight, tmp_path, capsys):
+    """Also where beams share a cache."""
     _, folder = straight()
     flags = {"prompt": ["de"], "beams": "4"}
     assert call_main(folder, **flags) is None
     text = capsys.readouterr().out
     file = tmp_path / "out.jsonl"
+    flags["flat_beams"] = "true"
     assert call_main(folder, **flags, output=str(file)) is None
     (line,) = parsed(file.read_text())
     assert text == line["continuations"][0]["text"] + "\n"
@@ -230,6 +232,7 @@ def test_a_reader_who_has_enough_is_no_error(straight, monkeypatch, tmp_path, ca
         ({"top_p": "1.5"}, "--top_p is 1.5; it must be above 0 and at most 1"),
         ({"top_k": "0"}, "--top_k is 0; it must be 1 or more"),
         ({"beams": "0"}, "--beams is 0; it must be 1 or more"),
+        ({"flat_beams": "true"}, "--flat_beams without --beams: give their number"),
         ({"max_tokens": "0"}, "--max_tokens is 0; it must be 1 or more"),
         ({"beams": "2", "top_p": "0.5"}, "--beams and --top_p: .* leave out one or"),
         ({"temperature": "0", "top_k": "2"}, "--top_k with --temperature=0: nothing"),

@@ -54,7 +54,8 @@ def in_a_row(fn, weights, x, **constants):
         results.append((y, tf.nest.map_structure(lambda *t: tf.stack(t), *aux)))
     y = tf.reshape(tf.stack([y for y, _ in results], 1), x.shape)
     sums = tf.nest.map_structure(lambda *t: tf.add_n(t), *(aux for _, aux in results))
-    return y, {**sums, "loss": sums["loss"] / MICROBATCHES}
+    means = {name: sums[name] for name in ("loss", "statistics") if name in sums}
+    return y, sums | tf.nest.map_structure(lambda t: t / MICROBATCHES, means)
 
 
 def gradients(run, weights, x, scale):
@@ -63,7 +64,8 @@ def gradients(run, weights, x, scale):
         tape.watch(sources)
         y, aux = run(weights, x, scale=scale)
         loss = tf.reduce_sum(y**2) / B + tf.reduce_sum(aux["loss"])
-    return {"y": y, "aux": aux, "gradients": tape.gradient(loss, sources)}
+    found = tape.gradient(loss, sources, unconnected_gradients="zero")
+    return {"y": y, "aux": aux, "gradients": found}
 
 
 def of_pipeline(weights, x, **how):
@@ -139,6 +141,103 @@ def test_blocks_of_keras_train_as_a_pipeline():
         call = one if compiled is None else mw.function(one, compiled)
         losses.append([float(call(tf.constant(X))) for _ in range(5)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def normalized():
+    """A block with a batch normalization, and weights of eight."""
+    dense = keras.layers.Dense(M)
+    norm = keras.layers.BatchNormalization(momentum=0.75)
+    for part in (dense, norm):
+        part.build([None, M])
+    names = "mean", "variance"
+
+    def block(weights, x, scale):
+        trained = [weights["kernel"], weights["bias"]]
+        h, _ = dense.stateless_call(trained, [], x)
+        trained = [weights["gamma"], weights["beta"]]
+        old = [weights[name] for name in names]
+        y, new = norm.stateless_call(trained, old, h, training=True)
+        new = dict(zip(names, new, strict=True))
+        aux = {"loss": tf.reduce_mean(h * h), "statistics": new}
+        return x + scale * tf.tanh(y), aux
+
+    # Small: normalization over four rows, eight times, magnifies what is rounded.
+    vectors = RNG.normal(size=[5, LAYERS, M]).astype(np.float32) / 4
+    weights = dict(zip(("bias", "gamma", "beta", *names), vectors, strict=True))
+    weights["variance"] = weights["variance"] ** 2
+    return block, weights | {"kernel": WEIGHTS["mlp"]["w_in"][:, :, :M]}
+
+
+@pytest.mark.parametrize(
+    ("how", "partitioner"),
+    [
+        ({"num_repeats": 2}, mw.Partitioner.SHARDY),
+        ({"stage_mode": StageMode.MANUAL}, mw.Partitioner.GSPMD),
+    ],
+    ids=str,
+)
+def test_running_statistics_of_keras_are_updated_once(how, partitioner):
+    """By the mean over microbatches of what one device has of each."""
+    block, weights = normalized()
+
+    def pipelined(weights, x, **constants):
+        given = HOW | {"weight_dims": {}} | how
+        made = pipeline(block, weights, x, **given, **constants)
+        return made.x, dict(made.aux)
+
+    args = tf.nest.map_structure(tf.constant, (weights, X, SCALE))
+    want = gradients(functools.partial(in_a_row, block), *args)
+    program = mw.compile_program(
+        functools.partial(gradients, pipelined),
+        tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), args),
+        MESH,
+        partitioner=partitioner,
+    )
+    got = program.unshard(program(weights, X, SCALE))
+    assert_close(got, want)
+    for name, new in got["aux"]["statistics"].items():
+        kept = new - 0.75 * weights[name]  # A quarter of the microbatches' mean.
+        assert np.abs(kept).max() > 0.01
+
+
+def test_statistics_have_no_gradient():
+    def fn(weights, x):
+        y = x @ weights["w"]
+        return tf.tanh(y), {"statistics": {"mean": tf.reduce_mean(y, axis=0)}}
+
+    w = tf.constant(WEIGHTS["mlp"]["w_in"][:, :, :M])
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        made = pipeline(fn, {"w": w}, X, **HOW | {"weight_dims": {}})
+        total = tf.reduce_sum(made.aux.statistics.mean)
+    assert total.numpy() and not tape.gradient(total, w).numpy().any()
+
+
+def test_results_without_a_known_rank_are_not_kept():
+    """What fused normalization reserves for its gradient is computed again."""
+
+    def fn(weights, x, scale):
+        h = tf.reshape(x @ weights["w"], [-1, 2, 1, M // 2])
+        y, mean, _ = tf.compat.v1.nn.fused_batch_norm(h, *weights["norm"])
+        y = scale * tf.tanh(tf.reshape(y, x.shape))
+        return x + y, {"loss": tf.reduce_mean(h * h), "mean": mean}
+
+    vectors = tf.constant(WEIGHTS["bias"][:, : M // 2])
+    weights = {"w": tf.constant(WEIGHTS["mlp"]["w_in"][:, :, :M])}
+
+    def layer(weights, x, scale):
+        norm = weights["scale"], weights["offset"]
+        return fn({"w": weights["w"], "norm": norm}, x, scale)
+
+    def pipelined(weights, x, **constants):
+        how = {"weight_dims": {}, "recompute": mw.Recompute.NOTHING}
+        made = pipeline(layer, weights, x, **HOW | how, **constants)
+        return made.x, dict(made.aux)
+
+    weights |= {"scale": vectors, "offset": 2.0 * vectors}
+    args = weights, tf.constant(X), tf.constant(SCALE)
+    want = gradients(functools.partial(in_a_row, layer), *args)
+    assert_close(gradients(pipelined, *args), want)
 
 
 def test_several_inputs_and_random_numbers():
@@ -224,6 +323,11 @@ VARIABLE = tf.Variable(2.0)
     [
         (lambda w, x: (x, x, x), "neither like its x nor a pair of that and a mapping"),
         (lambda w, x: (x, x), "neither like its x nor a pair of that and a mapping"),
+        (lambda w, x: (x, {"statistics": x}), "that are no mapping, but .*: name each"),
+        (
+            lambda w, x: (x, {"statistics": {"n": tf.size(x)}}),
+            "returns statistics.n as int32, of which microbatches have no mean: retur",
+        ),
         (lambda w, x: x * VARIABLE, "reads a variable that it is not given, which wou"),
     ],
 )
