@@ -99,7 +99,7 @@ def choices(space: SearchSpace) -> list[Candidate]:
         )
         for batch in space.batches
         for count in microbatch_counts(space.experiment, batch, space.microbatches)
-        for policy in policies(space.experiment)
+        for policy in policies(space.experiment, space.more_names)
     ]
 
 
