@@ -6,7 +6,8 @@
 For a row of GSPMD's tables the space is built from the model alone, and searched at the
 paper's batch and on as many cores; the paper's plan is no starting point. The best are
 compiled, and the paper's beside them, each in its best device order. What comes out is
-kept in tests/data/found_rows.json. Wants libtpu; seconds of search are CPU seconds.
+kept in tests/data/found_rows.json. Wants libtpu; seconds of search are CPU seconds,
+without those of plans that the cache knew before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from meshwright.trainers.planning.search.found.found_plans import (
     PlanFinder,
     table_text,
 )
-from meshwright.trainers.planning.search.found.joined import choices
+from meshwright.trainers.planning.search.found.joined import kept_finder
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import Compile
 from meshwright.trainers.planning.search.search_screen import SearchSpace
@@ -37,6 +38,7 @@ from meshwright.trainers.planning.search.search_space import (
     NamedPlan,
     configured,
     misfit,
+    more_names,
 )
 
 KEPT = pathlib.Path(__file__).parents[2] / "tests" / "data" / "found_rows.json"
@@ -75,6 +77,7 @@ def space_of(row: str) -> SearchSpace:
         torus=topology(f"v3:{SLICES[experiment.plan.mesh.size]}"),
         plans=(plan,),
         batches=(experiment.global_batch,),
+        more_names=more_names(experiment),
     )
 
 
@@ -96,8 +99,10 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
     """Searches for a row's plan."""
     space, begun = space_of(row), _cpu()
     clock = time.monotonic()
-    finder = PlanFinder(space.experiment, choices(space), space.torus, known={})
-    finder.find([], most=most, tell=lambda progress: None)
+    # What was propagated is kept before anything is compiled.
+    with kept_finder(space, cache) as finder:
+        known = len(finder.finder.known)
+        finder.find([], most=most, tell=lambda progress: None)
     took = _cpu() - begun
     progress = finder.finder.progress
     found = []
@@ -112,6 +117,7 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
         "topology": space.torus.name,
         "considered": progress.considered,
         "propagated": progress.propagated,
+        "known_before": known,
         "propagation_cpu_s": round(took, 1),
         "cpu_s": round(_cpu() - begun, 1),
         "wall_s": round(time.monotonic() - clock, 1),
@@ -139,6 +145,54 @@ def _best(finder: PlanFinder) -> Iterator[dict[str, Any]]:
             }
 
 
+def best_of(kept: dict[str, Any]) -> dict[str, Any] | None:
+    """The fastest of the compiled plans of a row; None if all were refused."""
+    timed = [found for found in kept["found"] if found["s"] is not None]
+    return min(timed, key=lambda found: found["s"], default=None)
+
+
+def table_line(kept: dict[str, Any]) -> str:
+    """The row's line in docs/reference/planning.md."""
+    best, paper = best_of(kept), kept["paper"]["s"]
+    if best is None:
+        found, gain, plan = "none fits", "", ""
+    else:
+        gain = f"{1 - best['s'] / paper:.1%}"
+        found, plan = f"{best['s']:.3f}", _in_words(best)
+    cells = [
+        kept["row"].replace("_", ": ", 1),
+        f"{kept['considered']:,}",
+        kept["propagated"],
+        len(kept["found"]) + 1,
+        f"{kept['cpu_s']:.0f}" + " and more" * bool(kept.get("known_before")),
+        found,
+        f"{paper:.3f}",
+        gain,
+        plan,
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    """A compiled plan in a line: its mesh, recomputation and tables."""
+    head, *rows = found["plan"]
+    middle = head.index("weights"), head.index("activations")
+    tables = {"weights": {}, "activations": {}}
+    for row in rows:
+        name = row.split()[0]
+        cells = row[middle[0] : middle[1]].strip(), row[middle[1] :].strip()
+        for table, axes in zip(tables.values(), cells, strict=True):
+            if axes:
+                table.setdefault(axes, []).append(name)
+    parts = [
+        f"{table} "
+        + ", ".join(f"{'/'.join(n)} {axes}" for axes, n in sorted(by.items()))
+        for table, by in tables.items()
+    ]
+    mesh = ",".join(map(str, found["mesh"]))
+    return f"({mesh}), {found['recomputed']}: {'; '.join(parts)}"
+
+
 def _cpu() -> float:
     """CPU seconds of this process and of those that compiled for it."""
     both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -158,7 +212,6 @@ def print_row(kept: dict[str, Any]) -> None:
             f"  by propagation {best['mesh']!s:<14}{best['recomputed']:<12}"
             f"{best['s']:8.3f} s, {best['gb']:.1f} GiB"
         )
-    timed = [found for found in kept["found"] if found["s"] is not None]
     for one in [paper, *kept["found"]]:
         name = "paper" if one is paper else "found"
         price = one["propagated_s"] and f"{one['propagated_s']:8.3f}"
@@ -170,8 +223,8 @@ def print_row(kept: dict[str, Any]) -> None:
             f"({one['s'] / paper['s'] - 1:+.1%}), propagated {price}, "
             f"{one['gb']:.1f} GiB"
         )
-    if timed:
-        print("\n".join(min(timed, key=lambda found: found["s"])["plan"]))
+    if best := best_of(kept):
+        print("\n".join(best["plan"]))
 
 
 def main(_) -> None:

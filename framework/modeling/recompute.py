@@ -55,6 +55,18 @@ def save_name(tensor: tf.Tensor, name: str) -> tf.Tensor:
     return tf.identity(tensor, name=f"saved.{name}.")
 
 
+def names_given(graph: tf.Graph) -> tuple[str, ...]:
+    """The names that `save_name` gave tensors of a graph or its loops, sorted."""
+    definition = graph.as_graph_def()
+    bodies = (function.node_def for function in definition.library.function)
+    found = (
+        _TAGGED.fullmatch(node.name.rsplit("/", 1)[-1])
+        for nodes in (definition.node, *bodies)
+        for node in nodes
+    )
+    return tuple(sorted({match["name"] for match in found if match}))
+
+
 def computed_once(*tensors: tf.Tensor) -> Sequence[tf.Tensor]:
     """Keeps XLA from computing tensors again in each fusion that reads them.
 
@@ -360,8 +372,16 @@ def _root(tensor: tf.Tensor) -> tf.Tensor:
         op = tensor.op
         tensor = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
     if tensor.op.type == "XlaSharding":
-        tensor = tensor.op.inputs[0]
-    while tensor.op.type == "IdentityN":  # It has the arguments of its gradient too.
+        annotated = _identical(tensor.op.inputs[0])
+        # What is annotated twice is sent in between: it is saved as it arrives.
+        if annotated.op.type != "XlaSharding":
+            return annotated
+    return tensor
+
+
+def _identical(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor before ops that have the arguments of its gradient too."""
+    while tensor.op.type == "IdentityN":
         tensor = tensor.op.inputs[tensor.value_index]
     return tensor
 

@@ -51,7 +51,8 @@ class MultiHeadAttention(Layer):
     Given a `memory` it is cross-attention: keys and values come from the memory. Where
     the plan splits "sequence", `ShardingPlan.sequence_attention` says how to attend.
 
-    Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
+    Recomputation may save `attention_in`, `query`, `key`, `value`, `context` and
+    `attention_out`.
 
     Args:
       model_dims: M.

@@ -83,7 +83,7 @@ class Projections:
 
         Queries are [B, S, N, D], keys and values [B, S, K, D].
         """
-        x = read_stream(ctx, x)
+        x = save_name(read_stream(ctx, x), "attention_in")
         projected = {}
         # Products with weights of one shape share the rows of `x`.
         for heads in {self.of(letter): None for letter in letters}:

@@ -58,7 +58,7 @@ class FeedForward(Layer):
     """activation(x W_in) W_out; if gated, activation(x W_gate) * (x W_in) W_out.
 
     Annotated as GSPMD 5.1; gated variants follow Shazeer 2020. Recomputation may save
-    `hidden`, `gate` and `feed_forward_out`.
+    `feed_forward_in`, `hidden`, `gate` and `feed_forward_out`.
 
     Args:
       model_dims: M.
@@ -106,7 +106,7 @@ class FeedForward(Layer):
           ValueError: the last dim of `x` is not M.
         """
         names = ("in", "gate") if self.activation.is_gated else ("in",)
-        x = read_stream(ctx, x)
+        x = save_name(read_stream(ctx, x), "feed_forward_in")
         products = contract_each(ctx, x, [theta[f"w_{name}"] for name in names])
         products = [ctx.split(product, BSH) for product in products]
         if self.use_bias:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.modeling.layer import Context, added_up, annotate_weights
+from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.positions import PositionKind
@@ -178,6 +179,20 @@ MARKS |= {("conformer", "GSPMD"): [pytest.mark.always]}
 def test_a_layer_computes_what_it_does_on_one_device(name, partitioner):
     partitioner = mw.Partitioner[partitioner]
     assert_layer_parity(LAYERS[name], X, plan=PLAN, partitioner=partitioner)
+
+
+@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
+@pytest.mark.parametrize("unreduced", [(), ("tensor",)], ids=["sum", "unreduced"])
+def test_what_is_gathered_may_be_saved(unreduced, partitioner):
+    """The stream as products read it, and what they give as it is scattered."""
+    stack = Repeat(
+        body=LAYER,
+        num_layers=2,
+        recompute=Recompute.ALL_BUT_NAMED,
+        saved_names=("attention_in", "attention_out", "feed_forward_in", "hidden"),
+    )
+    partitioner = mw.Partitioner[partitioner]
+    assert_layer_parity(stack, X, plan=plan_of(*unreduced), partitioner=partitioner)
 
 
 def test_what_does_not_divide_is_still_right():

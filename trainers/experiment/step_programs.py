@@ -40,6 +40,7 @@ from meshwright.framework.modeling.layer import (
     annotate_weights,
     initialize,
 )
+from meshwright.framework.modeling.recompute import names_given
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.experiment import Experiment
@@ -171,11 +172,19 @@ class StepPrograms:
         plan = dataclasses.replace(self.experiment.plan, activations=table)
         programs = StepPrograms(dataclasses.replace(self.experiment, plan=plan))
         programs.batch_shardings()
-        eval_step = tf.function(programs.eval_step, autograph=False)
+        programs._loss_graph()
+        return table.names
+
+    def names_given(self) -> tuple[str, ...]:
+        """Names by which recomputation could save tensors, found likewise; sorted."""
+        return names_given(self._loss_graph())
+
+    def _loss_graph(self) -> tf.Graph:
+        eval_step = tf.function(self.eval_step, autograph=False)
         batch = NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch))
         with refusing_new_variables("eval"):
-            eval_step.get_concrete_function(self.abstract_state().theta, batch)
-        return table.names
+            theta = self.abstract_state().theta
+            return eval_step.get_concrete_function(theta, batch).graph
 
     def seed(self) -> np.ndarray:
         """The experiment's seed as a random key, uint32 [2]."""

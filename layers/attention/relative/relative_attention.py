@@ -67,7 +67,8 @@ class RelativeAttention(Layer):
     where r is a projection of the distance's sinusoids, and u and v are weights. With
     bounds on both sides its cost grows with S times the bounds, not with S squared.
 
-    Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
+    Recomputation may save `attention_in`, `query`, `key`, `value`, `context` and
+    `attention_out`.
 
     Args:
       model_dims: M, even.
@@ -173,7 +174,7 @@ class RelativeAttention(Layer):
 
     def _heads(self, ctx, theta, x) -> list[tf.Tensor]:
         """Queries, keys and values: each [B, S, N, D]."""
-        x = read_stream(ctx, x)
+        x = save_name(read_stream(ctx, x), "attention_in")
         products = contract_each(ctx, x, [theta.w_q, theta.w_k, theta.w_v])
         heads = [ctx.split(tensor, BSND) for tensor in products]
         if self.use_bias:

@@ -11,6 +11,7 @@ from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.modeling.recompute import (
     Recompute,
     Saved,
+    names_given,
     save_name,
     split_function,
 )
@@ -233,6 +234,27 @@ def test_saved_tensors_and_outputs_know_their_annotation():
     want = [s.to_op_sharding().SerializeToString() for s in shardings]
     assert [saved.sharding, output.sharding] == want
     assert cut(two_matmuls, Recompute.ALL_BUT_NAMED).saved[0].sharding is None
+
+
+def test_what_is_annotated_twice_is_saved_as_it_arrives():
+    def fn(x, w_in, w_out, mask):
+        h = mesh_split(mesh_split(x @ w_in, MESH, ["X", "Y"]), MESH, [None, "Y"])
+        return [x + tf.nn.relu(save_name(h, "hidden")) @ w_out * mask]
+
+    (saved,) = cut(fn, Recompute.ALL_BUT_NAMED).saved
+    want = Sharding.from_dims_mapping(MESH, [None, "Y"]).to_op_sharding()
+    assert saved.sharding == want.SerializeToString()
+
+
+def test_names_are_found_in_loops_too():
+    with tf.Graph().as_default() as graph:
+        x = save_name(tf.zeros([2]), "outside")
+        tf.while_loop(
+            lambda i, x: i < 3,
+            lambda i, x: (i + 1, save_name(save_name(x, "within"), "_again")),
+            (0, x),
+        )
+    assert names_given(graph) == ("_again", "outside", "within")
 
 
 @pytest.mark.parametrize("dims_mapping", [["X", "Y"], [None, "X"], [("Y", "X"), -1]])

@@ -57,12 +57,30 @@ def test_eight_devices_train_as_one(mesh, partitioner, what, how, experts):
     assert_equal_training(train(experiment, start), want)
 
 
-@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
-def test_layers_send_shards_of_the_stream_and_no_sums_of_it(partitioner):
+READ = (
+    "Repeat.recompute = %Recompute.ALL_BUT_NAMED",
+    "Repeat.saved_names = ('attention_in', 'attention_out', 'feed_forward_in')",
+)
+
+
+@pytest.mark.parametrize(
+    "partitioner,saved,gathers,scatters",
+    [
+        # Forward 2 and 2; recomputed 2 and 1; backward 2 and 2.
+        ("SHARDY", (), 6, 5),
+        ("GSPMD", (), 6, 5),
+        # What layers read and attention gives is recomputed no more.
+        ("SHARDY", READ, 4, 4),
+    ],
+)
+def test_layers_send_shards_of_the_stream_and_no_sums_of_it(
+    partitioner, saved, gathers, scatters
+):
     """In the loops over layers: a layer, and its gradient with what it recomputes."""
     experiment = small_experiment(
         "MESH_SHAPE = (4, 2)",
         f"Experiment.partitioner = %Partitioner.{partitioner}",
+        *saved,
         plan="sequence_tensor",
     )
     program = StepPrograms(experiment).main
@@ -74,5 +92,4 @@ def test_layers_send_shards_of_the_stream_and_no_sums_of_it(partitioner):
         and c.bytes > 400
         and module.loops_around(module.by_name[c.name].computation)
     ]
-    # Forward 2 and 2; recomputed 2 and 1; backward 2 and 2.
-    assert sorted(sent) == ["all-gather"] * 6 + ["reduce-scatter"] * 5
+    assert sorted(sent) == ["all-gather"] * gathers + ["reduce-scatter"] * scatters

@@ -18,7 +18,11 @@ from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import NothingFitsError, search
 from meshwright.trainers.planning.search.search_screen import SearchSpace
-from meshwright.trainers.planning.search.search_space import check_unscoped, named_plans
+from meshwright.trainers.planning.search.search_space import (
+    check_unscoped,
+    more_names,
+    named_plans,
+)
 from meshwright.trainers.startup import files, plan_flags, search_flags
 
 
@@ -65,6 +69,7 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
         ),
         batches=tuple(_counts(search_flags.BATCH)) or (experiment.global_batch,),
         microbatches=tuple(microbatches),
+        more_names=more_names(experiment),
     )
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.

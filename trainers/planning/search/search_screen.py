@@ -42,6 +42,7 @@ class SearchSpace:
       batches: numbers of examples a step to choose from.
       microbatches: pipelines' numbers of microbatches to choose from; empty for those
         that suit each batch.
+      more_names: what recomputation may save beside what is configured.
     """
 
     experiment: Experiment
@@ -51,6 +52,7 @@ class SearchSpace:
     plans: tuple[NamedPlan, ...]
     batches: tuple[int, ...]
     microbatches: tuple[int, ...] = ()
+    more_names: tuple[str, ...] = ()
 
     def candidates(self) -> list[Candidate]:
         """All candidates; of those with equal programs the first is kept.
@@ -64,6 +66,7 @@ class SearchSpace:
             devices=self.torus.size,
             batches=self.batches,
             microbatches=self.microbatches,
+            more_names=self.more_names,
         )
         return sorted(choices, key=self._preference)
 
@@ -201,4 +204,5 @@ def _recomputed(
         bound.activations(dataclasses.replace(candidate, policy=policy))
         for policy in (everything, candidate.policy, most)
     )
-    return 1.0 - (some - none) / (all_ - none) if all_ > none else 0.0
+    # Those that save more names than the files do recompute next to nothing.
+    return max(0.0, 1.0 - (some - none) / (all_ - none)) if all_ > none else 0.0

@@ -193,6 +193,7 @@ def candidates(
     devices: int,
     batches: Sequence[int],
     microbatches: Sequence[int] = (),
+    more_names: Sequence[str] = (),
 ) -> Iterator[Candidate]:
     """Every choice of mesh shape, plan, policy, batch and microbatches."""
     divided = [
@@ -203,7 +204,7 @@ def candidates(
     for plan in plans:
         axes = len(plan.tables.mesh_axes)
         for mesh, policy, (batch, count) in itertools.product(
-            factorizations(devices, axes), policies(experiment), divided
+            factorizations(devices, axes), policies(experiment, more_names), divided
         ):
             yield Candidate(
                 mesh=mesh, plan=plan, policy=policy, batch=batch, microbatches=count
@@ -241,11 +242,14 @@ def factorizations(number: int, count: int) -> list[tuple[int, ...]]:
     ]
 
 
-def policies(experiment: Experiment) -> list[Policy | None]:
+def policies(
+    experiment: Experiment, more_names: Sequence[str] = ()
+) -> list[Policy | None]:
     """The policies that the experiment's stacks might have: all, nothing, all but some.
 
     The last of the names that they save are given up first, so the subsets tried are
-    those that leave off the last third, and the last two thirds.
+    those that leave off the last third, and the last two thirds. Those that save more
+    save all of `more_names` too, or the first half.
     """
     stacks = repeats(experiment.task)
     if not stacks:
@@ -255,12 +259,27 @@ def policies(experiment: Experiment) -> list[Policy | None]:
         Policy(recompute=Recompute.NOTHING),
     ]
     names = max((tuple(stack.saved_names) for stack in stacks), key=len)
-    for thirds in (3, 2, 1):
-        kept = names[: math.ceil(len(names) * thirds / 3)]
-        policy = Policy(recompute=Recompute.ALL_BUT_NAMED, saved_names=kept)
-        if kept and policy not in choices:
+    kept = [names[: math.ceil(len(names) * thirds / 3)] for thirds in (3, 2, 1)]
+    more = tuple(name for name in more_names if name not in names)
+    if names and more:
+        kept += [(*names, *more[: math.ceil(len(more) / 2)]), (*names, *more)]
+    for saved in filter(None, kept):
+        policy = Policy(recompute=Recompute.ALL_BUT_NAMED, saved_names=saved)
+        if policy not in choices:
             choices.append(policy)
     return choices
+
+
+def more_names(experiment: Experiment) -> tuple[str, ...]:
+    """The names that its only stack gives and does not save; traces the task once.
+
+    None of several stacks, whose names may differ.
+    """
+    stacks = repeats(experiment.task)
+    if len(stacks) != 1 or not stacks[0].saved_names:
+        return ()
+    given = StepPrograms(experiment).names_given()
+    return tuple(name for name in given if name not in stacks[0].saved_names)
 
 
 def named_plans(

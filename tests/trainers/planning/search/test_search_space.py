@@ -1,5 +1,6 @@
 """What a search chooses from: candidates, plans, what is dropped by shapes alone."""
 
+import dataclasses
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from meshwright.trainers.planning.search.search_space import (
     factorizations,
     is_configured,
     misfit,
+    more_names,
     named_plans,
     policies,
 )
@@ -52,6 +54,18 @@ def test_policies_are_all_nothing_and_nested_subsets(small):
     assert policies(small.experiment) == [EVERYTHING, NOTHING, *subsets]
     plain = built(GIN_FILES, ["MESH_SHAPE = (2, 4)"])
     assert policies(plain) == [EVERYTHING, NOTHING]
+    assert policies(plain, ("hidden",)) == [EVERYTHING, NOTHING]
+
+
+def test_what_a_layer_reads_may_be_saved_too(small):
+    more = more_names(small.experiment)
+    assert more == ("attention_in", "attention_out", "feed_forward_in")
+    kept = [policy.saved_names for policy in policies(small.experiment, more)[-2:]]
+    assert kept == [(*NAMES, *more[:2]), (*NAMES, *more)]
+    wide = dataclasses.replace(small, more_names=more)
+    saved = {case.policy.saved_names for case in wide.candidates() if case.policy}
+    assert set(kept) < saved
+    assert more_names(built(GIN_FILES, ["MESH_SHAPE = (2, 4)"])) == ()
 
 
 def test_a_candidate_is_built_from_its_bindings(small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -58,24 +59,40 @@ def with_found(
       cache: where costs are kept.
       most: how many plans are propagated at most.
     """
-    key = _key(space)
-    known = _read(cache.cached(key))
-    try:
-        finder = _finder(space, known)
-    except OnePlanError as error:
-        reason = str(error).splitlines()[0]
-        log.warning("search: plan files alone, as the model has no other: %s", reason)
-        return screened
     starts = [scored.candidate for scored in screened.promising]
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            finder = stack.enter_context(kept_finder(space, cache))
+        except OnePlanError as error:
+            reason = str(error).splitlines()[0]
+            log.warning(
+                "search: plan files alone, as the model has no other: %s", reason
+            )
+            return screened
         with _bar(most) as bar:
             finder.find(starts, most=most, tell=lambda made: _tell(bar, made))
         files = [_priced(finder, scored) for scored in screened.promising]
         found = list(_found(space, finder, files))
-    finally:
-        cache.store(key, {"plans": _written(known)})
     scored = sorted([*files, *found], key=promise)
     return _without_slow(screened, scored, finder.finder.progress)
+
+
+@contextlib.contextmanager
+def kept_finder(space: SearchSpace, cache: PlanCache) -> Iterator[PlanFinder]:
+    """A finder of a space's plans that knows the costs in the cache, and adds its own.
+
+    They are added at the end of the context, also if it is interrupted.
+
+    Raises:
+      OnePlanError: the step cannot be traced for all plans at once.
+    """
+    key = _key(space)
+    known = _read(cache.cached(key))
+    finder = _finder(space, known)
+    try:
+        yield finder
+    finally:
+        cache.store(key, {"plans": _written(known)})
 
 
 def _key(space: SearchSpace) -> dict[str, str]:
@@ -99,7 +116,7 @@ def choices(space: SearchSpace) -> list[Candidate]:
         )
         for batch in space.batches
         for count in microbatch_counts(space.experiment, batch, space.microbatches)
-        for policy in policies(space.experiment)
+        for policy in policies(space.experiment, space.more_names)
     ]
 
 
