@@ -42,6 +42,19 @@ def test_a_search_beats_the_papers_plan_of_the_largest_models():
     assert any(line.split()[0] == "stream" for line in best["plan"])
 
 
+def test_a_plan_carried_over_is_as_the_docs_say():
+    (pair,) = ROWS["2_512b"]["carried_over"].values()
+    found, paper = pair["found"], pair["paper"]
+    assert found["plan"] == found_rows.best_of(ROWS["2_512b"])["plan"]
+    page = (
+        found_rows.KEPT.parents[2] / "docs" / "reference" / "planning.md"
+    ).read_text()
+    page = " ".join(page.split())
+    assert f"takes {found['s']:.3f} s for the 256B model" in page
+    gain = f"{1 - found['s'] / paper['s']:.1%}"
+    assert f"paper's {paper['s']:.3f} s, compiled alike: {gain} less" in page
+
+
 def test_a_row_is_printed(capsys):
     found_rows.print_row(ROWS["3_32x8"])
     first, *rest = capsys.readouterr().out.splitlines()
