@@ -81,7 +81,7 @@ def columns(
         for op in chosen:
             instruction = module.by_name[op.name]
             cycles = bundles[op.name] * windows(instruction)
-            moved = moved_bytes(module, instruction, size=_padded)
+            moved = moved_bytes(module, instruction, size=padded)
             scheduled.append(op.count * cycles / clock)
             memory.append(op.count * moved / bandwidth)
         yield (
@@ -94,9 +94,10 @@ def columns(
         )
 
 
-def _padded(type_: str) -> int:
+def padded(type_: str) -> int:
+    """Bytes of the arrays of a type's text, with the padding of their tiles."""
     if parts := elements(type_):
-        return sum(map(_padded, parts))
+        return sum(map(padded, parts))
     return 0 if type_ == "()" else padded_bytes(type_)
 
 
