@@ -177,7 +177,7 @@ class ShardingPlan:
         if tensor.shape.rank != len(dims):
             raise ValueError(
                 f"{name}: split names {len(dims)} of the dims of a tensor of shape "
-                f"{tensor.shape}: ({', '.join(dims)}); name each"
+                f"{tensor.shape}: ({', '.join(map(str, dims))}); name each"
             )
         annotated = annotate(tensor, self.activation_sharding(dims, name))
         return note_dims(annotated, dims)
@@ -264,7 +264,7 @@ class NotingPlan(ShardingPlan):
         known = {*self.weights, *self.activations, *weight_dims, "stream"}
         lines = []
         for dim, tensor in self.noted.items():
-            if dim in known:
+            if not dim or dim in known:
                 continue
             near = difflib.get_close_matches(dim, self.activations, 1, cutoff=_ALIKE)
             if near:

@@ -19,6 +19,7 @@ from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
+from meshwright.framework.sizes import counted
 from tests.framework.hlo import reshards
 
 HERE = pathlib.Path(__file__)
@@ -402,7 +403,7 @@ def test_a_part_is_chosen_by_a_pattern_and_by_size(partitioner):
     size = max(tensor.bytes for tensor in inside)
     text = explanation.text(match=r"^stack\.den", at_least=size)
     largest = [tensor for tensor in inside if tensor.bytes == size]
-    assert f"Shown: {len(largest)} tensors that" in text
+    assert f"Shown: {counted(len(largest), 'tensor')} that" in text
     text = explanation.text(match="no such layer")
     assert "There are no tensors that match 'no such layer'. Leave" in text
     assert "\n\n\n" not in text and "Left replicated:" not in text
