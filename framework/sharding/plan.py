@@ -174,6 +174,7 @@ class ShardingPlan:
         Raises:
           ValueError: it has another rank.
         """
+        tensor = tf.convert_to_tensor(tensor)
         if tensor.shape.rank != len(dims):
             raise ValueError(
                 f"{name}: split names {len(dims)} of the dims of a tensor of shape "
