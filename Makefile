@@ -27,7 +27,8 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv here (Debian:" \
 	  "apt install python3.11-venv); or name one: make PYTHON=/path/to/python" >&2; \
 	  exit 1; }
-	@echo "Installing into .venv: 800 MB to fetch, 4 GB on disk, a minute or two."
+	@echo "Installing into .venv: 800 MB to fetch, 4 GB on disk, a minute or two,"
+	@echo "five on a busy machine."
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
 	PYTHONWARNINGS='ignore:Editable installation' \

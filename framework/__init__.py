@@ -12,6 +12,7 @@ from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import (
     Program,
     compile_program,
+    trace_program,
 )
 from meshwright.framework.compiler.sharding_types.checker import (
     ShardingTypeError,
@@ -47,7 +48,13 @@ from meshwright.framework.modeling.optimizers.adafactor import Adafactor
 from meshwright.framework.modeling.optimizers.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.optimizers.lars import LARS
 from meshwright.framework.modeling.optimizers.muon import Muon
-from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam
+from meshwright.framework.modeling.optimizers.optimizer import (
+    SGD,
+    Adam,
+    Optimizer,
+    WeightUpdate,
+    slot_spec,
+)
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding import collectives
@@ -87,6 +94,7 @@ __all__ = [
     "Muon",
     "NestedMap",
     "Normal",
+    "Optimizer",
     "Partitioner",
     "Program",
     "Recompute",
@@ -97,6 +105,7 @@ __all__ = [
     "TypedProgram",
     "UpdateSharding",
     "WeightSpec",
+    "WeightUpdate",
     "WeightUpdateSharding",
     "auto_to_manual",
     "check_types",
@@ -116,7 +125,9 @@ __all__ = [
     "schedules",
     "set_platform",
     "shard",
+    "slot_spec",
     "split",
+    "trace_program",
     "unreduced_gradients",
     "visualize",
     "what_if",

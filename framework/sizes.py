@@ -20,3 +20,8 @@ def number_text(value: float) -> str:
     Numbers from 1000 on have commas: `12,345`.
     """
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -21,7 +21,7 @@ from meshwright.framework.modeling.layer import (
     initialize,
 )
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import NotingPlan, ShardingPlan
 
 
 def assert_layer_parity(
@@ -59,7 +59,8 @@ def assert_layer_parity(
       **inputs: further inputs of `fprop`, nests of arrays.
 
     Raises:
-      AssertionError: a tensor differs; the message names it.
+      AssertionError: a tensor differs; the message names it. Or a dim has a name that
+        is in no table of the plan and resembles one of `plan.activations`.
     """
     single_plan = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
@@ -79,14 +80,18 @@ def assert_layer_parity(
 
     want = results_under(single_plan, reference or layer)(*args)
     weights = layer.weights().map_with_path(lambda path, s: s.sharding(plan, path))
+    noting = NotingPlan.of(plan)
     program = compile_program(
-        results_under(plan),
+        results_under(noting),
         tf.nest.map_structure(tf.TensorSpec.from_tensor, args),
         plan.mesh,
         in_shardings=[weights, None, None, None],
         partitioner=partitioner,
         name=type(layer).__name__,
     )
+    named = {dim for spec in layer.weights().leaves() for dim in spec.dims}
+    if misspelt := noting.misspelt(named):
+        raise AssertionError(f"{type(layer).__name__}: {misspelt[0]}")
     got = program.unshard(program(*tf.nest.map_structure(lambda t: t.numpy(), args)))
     want = {name: np.float64(value) for name, value in want.items()}
     largest = {name: np.abs(value).max(initial=0) for name, value in want.items()}

@@ -30,27 +30,19 @@ import jax  # noqa: E402
 from tensorflow.python.framework import ops  # noqa: E402
 
 from meshwright.framework import set_platform  # noqa: E402
+from tests.house.some_cases import left_cases, mark_of  # noqa: E402
 
 set_platform("cpu", 8)
 
 
-SOME_CASES = pathlib.Path(__file__).with_name("some_cases.txt")
-
-
-def kept_cases() -> dict[str, list[str]]:
-    """Of tests that `make test` does not run in all cases: those that it runs."""
-    lines = (line.split("\t") for line in SOME_CASES.read_text().splitlines())
-    return {name: cases for name, *cases in lines if not name.startswith("#")}
-
-
 def pytest_collection_modifyitems(items):
-    """Marks what `make test` leaves to `make test-all`."""
-    kept = kept_cases()
+    """Marks what `make test` leaves to `make test-all`; it leaves nothing new."""
+    left = left_cases()
     for item in items:
         name, _, case = item.nodeid.partition("[")
-        if name not in kept or item.get_closest_marker("always"):
+        if item.get_closest_marker("always"):
             continue
-        if case.removesuffix("]") not in kept[name]:
+        if mark_of(case.removesuffix("]")) in left.get(name, ()):
             item.add_marker("more")
 
 

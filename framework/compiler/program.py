@@ -218,7 +218,7 @@ class Program:
         return Reasons(self._written, self._plain)
 
     def why(self, target: str, axis: str | None = None) -> Answer:
-        """Why a tensor lies where it lies, and what is sent for it.
+        """Why a tensor has its sharding by propagation, and what is sent for it.
 
         Args:
           target: the name that `explain` gives a tensor, or its last parts; a line of
@@ -229,7 +229,8 @@ class Program:
           ValueError: there is no such tensor, line or layer, or no such axis; or the
             mesh has one device.
         """
-        return why(self.reasons, target, axis, partitioner=self.partitioner)
+        by = self.partitioner
+        return why(self.reasons, target, axis, partitioner=by, is_compiled=True)
 
     def hlo_text(self) -> str:
         """The partitioned, optimized HLO of one device."""
@@ -387,9 +388,9 @@ def trace_program(
       fn: the function, written as for one device, with some tensors annotated.
       args: for each argument a nest of `tf.TensorSpec`, with logical shapes.
       mesh: the device mesh.
-      in_shardings: for each argument None, or a nest of its structure with a `Sharding`
-        for each leaf, or a `StoredForm`. None is left to completion. Dims that do not
-        divide are stored padded; `Program.shard` and `Program.unshard` convert them.
+      in_shardings: for each argument None, which is left to completion, or a nest of
+        its structure with a `Sharding`, an axis for each dim, or a `StoredForm` for
+        each leaf. Dims that do not divide are stored padded, see `Program.shard`.
       out_shardings: the same for the result.
       donate: numbers of the arguments whose buffers the results may take over.
       partitioner: Shardy, or GSPMD as the second opinion.
@@ -423,7 +424,7 @@ def trace_program(
         check_child(name, devices)
     args = tuple(args)
     flat_args = argument_specs(name, args)
-    in_forms = stored_forms(flat_args, args, in_shardings, mesh)
+    in_forms = stored_forms(flat_args, args, in_shardings, mesh, what="in_shardings")
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
@@ -451,7 +452,9 @@ def trace_program(
         check_results(name, out)
         out = tf.nest.map_structure(tf.convert_to_tensor, out)
         leaves = tf.nest.flatten(out)
-        out_forms[:] = stored_forms(leaves, out, out_shardings, mesh)
+        out_forms[:] = stored_forms(
+            leaves, out, out_shardings, mesh, what="out_shardings"
+        )
         return tf.nest.pack_sequence_as(
             out,
             [

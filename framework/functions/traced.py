@@ -149,7 +149,12 @@ def trace(
     )
     written, read = _variables_of(concrete.graph)
     captured = [outside for outside, _ in concrete.graph.captures]
-    constants = [c for c in captured if c.dtype not in (tf.resource, tf.variant)]
+    constants = [
+        c
+        for c in captured
+        if c.dtype not in (tf.resource, tf.variant)
+        and isinstance(c, tf.__internal__.EagerTensor)
+    ]
     variables = [*written.values(), *read.values(), *checks.variables]
     allowed = [*constants, *map(handle_of, variables)]
     refuse_captures(name, concrete, Sources(concrete), allowed=allowed)

@@ -47,7 +47,7 @@ def annotate(
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank != sharding.rank:
         raise ValueError(
-            f"sharding {sharding} has {sharding.rank} dims but {describe(tensor)}"
+            f"sharding {sharding} is of rank {sharding.rank}, and {describe(tensor)}"
         )
     if sharding.manual:
         raise ValueError(
@@ -213,8 +213,14 @@ def checked_sharding(
     """The sharding that a user requests; see `Sharding.from_dims_mapping`.
 
     Raises:
+      TypeError: the mesh is none.
       ValueError: it does not fit the tensor, which the message names.
     """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(
+            f"{caller}: the second argument is the mesh, the third the dims, as in "
+            f'{caller}(x, mesh, ["X", None]); this mesh is {device_mesh!r}'
+        )
     rank = tensor.shape.rank
     try:
         return Sharding.from_dims_mapping(device_mesh, dims_mapping, rank, **more)

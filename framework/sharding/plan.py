@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import gin
 import tensorflow as tf
@@ -16,6 +17,8 @@ from meshwright.framework.sharding.origins import note_dims
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = str | Sequence[str] | None
+_ALIKE = 0.78
+"""Names at least so similar are taken for a name and its misspelling: `modle`."""
 
 
 @gin.constants_from_enum
@@ -166,7 +169,17 @@ class ShardingPlan:
     def annotate_activation(
         self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
     ) -> tf.Tensor:
-        """`tensor`, annotated as the activation table says for `dims`."""
+        """`tensor`, annotated as the activation table says for `dims`.
+
+        Raises:
+          ValueError: it has another rank.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if tensor.shape.rank != len(dims):
+            raise ValueError(
+                f"{name}: split names {len(dims)} of the dims of a tensor of shape "
+                f"{tensor.shape}: ({', '.join(map(str, dims))}); name each"
+            )
         annotated = annotate(tensor, self.activation_sharding(dims, name))
         return note_dims(annotated, dims)
 
@@ -219,6 +232,49 @@ class ShardingPlan:
                 f"{d}->{'.'.join(a) or '_'}" for d, a in zip(dims, split, strict=True)
             )
             raise ValueError(f"sharding plan for {name!r} ({named}): {e}") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotingPlan(ShardingPlan):
+    """A plan that notes which names the dims of activations have.
+
+    Args:
+      noted: by name of a dim the first tensor that has it; filled while tracing.
+    """
+
+    noted: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, plan: ShardingPlan) -> NotingPlan:
+        """`plan`, with nothing noted yet."""
+        fields = dataclasses.fields(ShardingPlan)
+        return cls(**{field.name: getattr(plan, field.name) for field in fields})
+
+    def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
+        if table is self.activations:
+            for dim in dims:
+                self.noted.setdefault(dim, name)
+        return super()._sharding(table, dims, name)
+
+    def misspelt(self, weight_dims: Collection[str]) -> list[str]:
+        """For each noted dim that looks like a misspelt name of the table a sentence.
+
+        Args:
+          weight_dims: the names of the weights' dims, which are right.
+        """
+        known = {*self.weights, *self.activations, *weight_dims, "stream"}
+        lines = []
+        for dim, tensor in self.noted.items():
+            if not dim or dim in known:
+                continue
+            near = difflib.get_close_matches(dim, self.activations, 1, cutoff=_ALIKE)
+            if near:
+                lines.append(
+                    f"dim {dim!r} of {tensor!r} is in no table of the plan, so that "
+                    f"nothing splits it; near it is {near[0]!r}: write that, or give "
+                    f"ShardingPlan.activations the entry {dim!r}: None"
+                )
+        return lines
 
 
 def _reduced(sharding: Sharding, axes: Sequence[str]) -> Sharding:

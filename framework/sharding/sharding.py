@@ -115,12 +115,17 @@ class Sharding:
           unreduced, reduced: mesh axes, by index or name.
 
         Raises:
-          ValueError: wrong length, an unknown axis, or an axis used twice.
+          ValueError: wrong length, a text, an unknown axis, or an axis used twice.
         """
+        if isinstance(dims_mapping, str):
+            raise ValueError(
+                f"dims_mapping {dims_mapping!r} is a text: give a sequence with an "
+                'entry for each dim, such as ["X", None]'
+            )
         if rank is not None and len(dims_mapping) != rank:
             raise ValueError(
-                f"dims_mapping {list(dims_mapping)} has {len(dims_mapping)} entries "
-                f"but the tensor has rank {rank}; give one entry for each dim"
+                f"dims_mapping {list(dims_mapping)} is of rank {len(dims_mapping)}, "
+                f"and the tensor of rank {rank}; give one entry for each dim"
             )
         dims = tuple(_axes(mesh, entry) for entry in dims_mapping)
         return cls(

@@ -58,7 +58,7 @@ class StoredForm:
         """Raises ValueError if the ranks differ."""
         if spec.shape.rank != sharding.rank:
             raise ValueError(
-                f"sharding {sharding} has {sharding.rank} dims but tensor "
+                f"sharding {sharding} is of rank {sharding.rank}, and tensor "
                 f"{spec.name or ''} has shape {spec.shape}"
             )
         return cls(tuple(spec.shape), spec.dtype, sharding)

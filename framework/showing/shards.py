@@ -129,8 +129,9 @@ def visualize(array: jax.Array) -> ShardPicture:
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(
-            "visualize takes an array on devices, as a program returns it; this is a "
-            f"{type(array).__name__}: program.shard(...) puts host arrays onto a mesh"
+            "visualize takes an array on devices, as a program returns it; this is of "
+            f"type {type(array).__name__}: program.shard(...) puts host arrays onto a "
+            "mesh"
         )
     holders: dict[tuple, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
@@ -159,8 +160,8 @@ def visualize(array: jax.Array) -> ShardPicture:
     shape = ",".join(map(str, array.shape))
     return ShardPicture(
         title=f"{array.dtype}[{shape}] on {len(array.sharding.device_set)} devices",
-        down=_what(down, begins),
-        across=_what(across, begins),
+        down=_what(down, begins, array.sharding),
+        across=_what(across, begins, array.sharding),
         cells=cells,
     )
 
@@ -172,8 +173,18 @@ def _places(begins: Sequence, dims: Sequence[int]) -> list[tuple]:
     )
 
 
-def _what(dims: Sequence[int], begins: Sequence) -> str:
-    return ", then ".join(f"dim {dim} in {len(begins[dim])}" for dim in dims)
+def _what(
+    dims: Sequence[int], begins: Sequence, sharding: jax.sharding.Sharding
+) -> str:
+    """`dim 0 in 2 (data), then dim 1 in 4 (model)`; axes only where they have names."""
+    spec = getattr(sharding, "spec", ())
+
+    def axes(dim: int) -> str:
+        named = spec[dim] if dim < len(spec) else None
+        named = (named,) if isinstance(named, str) else named
+        return f" ({', '.join(named)})" if named else ""
+
+    return ", then ".join(f"dim {d} in {len(begins[d])}{axes(d)}" for d in dims)
 
 
 def _some(count: int, most: int) -> list[int | None]:

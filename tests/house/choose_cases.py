@@ -17,17 +17,18 @@ import pytest
 from coverage.numbits import numbits_to_nums
 
 from tests.house import in_turn
+from tests.house.some_cases import SOME_CASES, mark_of
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOME_CASES = ROOT / "tests" / "some_cases.txt"
 FOLDER = ROOT / ".pytest_cache" / "cases"
 LEAST = 0.97  # Of the lines that all tests run; some differ from run to run.
 # Of all cores. Fixtures that other cases have paid for come on top.
 MOST_SECONDS = 600.0
 _HEAD = """\
 # What `make test` runs of tests that have many cases: the test, then the cases, split
-# by tabs; `make test-all` runs all. A test that is not listed runs in all its cases.
-# Cases marked `always` run too. Written by `make cases`, by cost and lines of cases.
+# by tabs, and last a mark of each case that is left to `make test-all`. What is not
+# here is new, and runs; so do cases marked `always`. Written by `make cases`, by cost
+# and lines of cases.
 """
 Lines = set[tuple[int, int]]
 """Numbers of a file and of a line in it."""
@@ -101,11 +102,12 @@ def text(cases: Iterable[str], kept: Iterable[str]) -> str:
     by_test = collections.defaultdict(list)
     for case in cases:
         by_test[_test(case)].append(case)
-    listed = [
-        "\t".join([test, *(c[len(test) + 1 : -1] for c in of if c in kept)])
-        for test, of in sorted(by_test.items())
-        if not set(of) <= set(kept)
-    ]
+    listed = []
+    for test, of in sorted(by_test.items()):
+        names = {case: case[len(test) + 1 : -1] for case in of}
+        if left := [mark_of(name) for case, name in names.items() if case not in kept]:
+            runs = [name for case, name in names.items() if case in kept]
+            listed.append("\t".join([test, *runs, " ".join(sorted(left))]))
     return _HEAD + "\n".join(listed) + "\n"
 
 

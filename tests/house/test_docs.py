@@ -96,7 +96,8 @@ def test_command_builds(command, monkeypatch):
     else:
         flags |= {"model_dir", "mode", "platform"}
         flags |= {"coordinator", "num_processes", "process_id"}
-    assert {name for name, _ in words} <= flags
+    unknown = {name for name, _ in words} - flags
+    assert not unknown, f"no such flags, {sorted(unknown)}, in: {command}"
     values = [(name, value.strip("'")) for name, value in words]
     if modules := [value for name, value in values if name == "import"]:
         monkeypatch.chdir(ROOT / "docs" / "examples")

@@ -58,20 +58,27 @@ def test_a_folder_has_at_most_12_entries(room):
         entries = [e for e in named if e.is_dir() or e.suffix == ".py"]
         sizes[folder.relative_to(ROOT).as_posix()] = len(entries)
     assert sizes
-    assert not {folder: n for folder, n in sizes.items() if n > MOST_ENTRIES}
+    large = {folder: n for folder, n in sizes.items() if n > MOST_ENTRIES}
+    assert not large, f"more than {MOST_ENTRIES} entries: move some to a folder {large}"
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_file_name_is_unique_in_its_room(room):
-    names = collections.Counter(file.name for file in code_files(room))
-    shared = {name for name, count in names.items() if count > 1}
-    assert not shared - {"__init__.py", "conftest.py"}
+    named = collections.defaultdict(list)
+    for file in code_files(room):
+        named[file.name].append(file.relative_to(ROOT).as_posix())
+    shared = [
+        " and ".join(files)
+        for name, files in named.items()
+        if len(files) > 1 and name not in ("__init__.py", "conftest.py")
+    ]
+    assert not shared, "rename one of:\n" + "\n".join(shared)
 
 
 def test_no_two_files_import_each_other(arrows):
     assert sum(map(len, arrows.values())) > 100
     mutual = [(a, b) for a in arrows for b in arrows[a] if a < b and a in arrows[b]]
-    assert not mutual
+    assert not mutual, f"these import each other: {mutual}"
 
 
 def folders_between(room: str, arrows) -> dict[str, set[str]]:
@@ -103,4 +110,4 @@ def test_nobody_imports_private_names():
         for alias in node.names
         if alias.name.startswith("_")
     ]
-    assert not private
+    assert not private, "make the names public:\n" + "\n".join(private)

@@ -8,8 +8,8 @@ import functools
 import pathlib
 import re
 
-from tests.conftest import kept_cases
-from tests.house import choose_cases, in_turn
+from tests.house import choose_cases, in_turn, some_cases
+from tests.house.some_cases import left_cases, mark_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -21,13 +21,15 @@ def functions_in(path):
 
 
 def test_every_listed_test_exists():
-    """Rename or remove it there too, or run `make cases`."""
     missing = []
-    for name in kept_cases():
+    for name in left_cases():
         path, *_, test = name.split("::")
         if not (ROOT / path).is_file() or test not in functions_in(path):
             missing.append(name)
-    assert not missing
+    assert not missing, (
+        "renamed or removed: do so in tests/some_cases.txt too, or run `make cases`:\n"
+        + "\n".join(missing)
+    )
 
 
 SECONDS = {"a[0]": 1.0, "a[1]": 0.1, "b": 50.0, "c[x]": 0.2, "c[y]": 700.0}
@@ -53,7 +55,16 @@ def test_what_is_marked_always_is_kept_whatever_it_costs():
 
 def test_what_runs_in_all_cases_is_not_listed():
     text = choose_cases.text(SECONDS, {"a[0]", "a[1]", "c[x]"})
-    assert [line for line in text.splitlines() if line[0] != "#"] == ["b", "c\tx"]
+    lines = [line for line in text.splitlines() if line[0] != "#"]
+    assert lines == [f"b\t{mark_of('')}", f"c\tx\t{mark_of('y')}"]
+
+
+def test_a_new_case_of_a_listed_test_is_not_left_out(tmp_path, monkeypatch):
+    file = tmp_path / "cases.txt"
+    file.write_text(choose_cases.text(SECONDS, {"a[0]", "a[1]", "c[x]"}))
+    monkeypatch.setattr(some_cases, "SOME_CASES", file)
+    assert left_cases() == {"b": {mark_of("")}, "c": {mark_of("y")}}
+    assert mark_of("new") not in left_cases()["c"]
 
 
 def test_each_file_of_tests_is_in_one_group():

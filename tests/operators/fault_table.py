@@ -9,6 +9,8 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
+from absl import logging
+
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.repair.table.fault import Fault
 from meshwright.framework.compiler.repair.table.faults import FAULTS
@@ -149,6 +151,9 @@ def _measured(failures: Iterable[KnownFailure]) -> dict[str, int]:
 
 if __name__ == "__main__":
     set_platform("cpu", 8)
+    logging.set_verbosity(logging.ERROR)  # Each program warns of its repair.
     for of in OF:
         text = tables(of, _measured(OF_FAULTS) if of == "faults" else {})
         PAGE.write_text(_place(of).sub(lambda _, text=text: text, PAGE.read_text()))
+    count = f"{len(FAULTS)} faults and {len(OF_FAULTS)} programs"
+    print(f"Wrote {PAGE.relative_to(PAGE.parents[2])}: {count}")

@@ -20,15 +20,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 CASES = {Partitioner.SHARDY: 2, Partitioner.GSPMD: 1}
 
 
-def test_the_docs_count_the_operators_and_their_cases():
-    text = (ROOT / "docs" / "results.md").read_text()
-    shardy, gspmd = CASES[Partitioner.SHARDY], CASES[Partitioner.GSPMD]
-    count = f"{len(OPERATORS) * (shardy + gspmd)} cases of {len(OPERATORS)} operators"
-    assert (shardy, gspmd) == (2, 1)
-    assert (
-        f"{count}, two of each operator under Shardy and one under GSPMD"
-        in " ".join(text.split())
-    )
+@pytest.mark.parametrize(
+    ("page", "count"),
+    [
+        (
+            "results.md",
+            f"{len(OPERATORS) * sum(CASES.values())} cases of {len(OPERATORS)} "
+            "operators, two of each operator under Shardy and one under GSPMD",
+        ),
+        ("internals/operators.md", f"for each of {len(OPERATORS)} operators"),
+    ],
+)
+def test_the_docs_count_the_operators_and_their_cases(page, count):
+    assert (CASES[Partitioner.SHARDY], CASES[Partitioner.GSPMD]) == (2, 1)
+    text = " ".join((ROOT / "docs" / page).read_text().split())
+    assert count in text, f"docs/{page} should say: {count}"
 
 
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
@@ -49,6 +55,7 @@ def test_one_device_and_several_agree(operator, partitioner):
 def slow_but(quick, cases, name_of):
     """Parameters by name, of which one case stands for all in `make test`."""
     named = {name_of(case): case for case in cases}
+    assert quick in named, f"{quick} was renamed: name another quick one here"
     marks = dict.fromkeys(named, pytest.mark.slow) | {quick: pytest.mark.always}
     return [pytest.param(*named[n], id=n, marks=mark) for n, mark in marks.items()]
 

@@ -42,6 +42,7 @@ from meshwright.framework.modeling.layer import (
 )
 from meshwright.framework.modeling.recompute import names_given
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import NotingPlan
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.gradients import (
@@ -51,18 +52,6 @@ from meshwright.trainers.experiment.gradients import (
 )
 from meshwright.trainers.experiment.not_finite import NotFinite
 from meshwright.trainers.experiment.state_layout import StateLayout
-
-
-class _NotingTable(dict):
-    """A table that notes which names are looked up in it."""
-
-    def __init__(self, table):
-        super().__init__(table)
-        self.names: set[str] = set()
-
-    def get(self, name, default=None):
-        self.names.add(name)
-        return super().get(name, default)
 
 
 class StepPrograms:
@@ -166,14 +155,13 @@ class StepPrograms:
         items = self.weights.items_by_path()
         return [path for path, spec in items if not spec.is_statistic]
 
-    def activation_dims(self) -> set[str]:
-        """Names of the dims that activations have, found by tracing the task's loss."""
-        table = _NotingTable(self.experiment.plan.activations)
-        plan = dataclasses.replace(self.experiment.plan, activations=table)
+    def noted_dims(self) -> NotingPlan:
+        """The plan, with the dims that activations have, found by tracing the loss."""
+        plan = NotingPlan.of(self.experiment.plan)
         programs = StepPrograms(dataclasses.replace(self.experiment, plan=plan))
         programs.batch_shardings()
         programs._loss_graph()
-        return table.names
+        return plan
 
     def names_given(self) -> tuple[str, ...]:
         """Names by which recomputation could save tensors, found likewise; sorted."""
@@ -208,14 +196,9 @@ class StepPrograms:
         """One step: `state` after it, and `metrics`, float32, scalars but for sums."""
         experiment = self.experiment
         result = self.step_gradients(state, batch)
-        with tf.name_scope("optimizer"):
-            update = experiment.optimizer.update(
-                state.step,
-                result.gradients,
-                state.theta,
-                state.slots,
-                self.step_weights,
-            )
+        update = experiment.optimizer.update(
+            state.step, result.gradients, state.theta, state.slots, self.step_weights
+        )
         new = NestedMap(step=state.step + 1, theta=update.theta, slots=update.slots)
         if experiment.ema is not None:
             new.ema = experiment.ema.update(

@@ -77,12 +77,15 @@ def warn_of_no_plan(plan: ShardingPlan, devices: int) -> None:
 
 
 def warn_of_unknown_dims(programs: StepPrograms) -> None:
-    """Warns if the plan splits a dim that nothing has: a typo splits nothing."""
-    plan = programs.experiment.plan
+    """Warns of a dim of the plan that nothing has, and of one that resembles these.
+
+    Either may be a typo, which splits nothing.
+    """
+    plan = programs.noted_dims()
     weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
     tables = {
         "weights": (plan.weights, weight_dims, "weight"),
-        "activations": (plan.activations, programs.activation_dims(), "activation"),
+        "activations": (plan.activations, set(plan.noted), "activation"),
     }
     for name, (table, known, what) in tables.items():
         for dim in sorted(set(table) - known):
@@ -94,3 +97,5 @@ def warn_of_unknown_dims(programs: StepPrograms) -> None:
                 what,
                 " or ".join(near),
             )
+    for line in plan.misspelt(weight_dims):
+        log.warning("%s", line)

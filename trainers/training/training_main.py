@@ -31,7 +31,11 @@ from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError, Peers
 from meshwright.trainers.startup import compile_cache, train_flags
 from meshwright.trainers.training import evaluation, loop
-from meshwright.trainers.training.start_notes import start_notes, warn_of_no_plan
+from meshwright.trainers.training.start_notes import (
+    start_notes,
+    warn_of_no_plan,
+    warn_of_unknown_dims,
+)
 
 
 def _start() -> tuple[processes.Membership | None]:
@@ -80,6 +84,7 @@ def _dry_run(experiment: Experiment) -> None:
     batch = experiment.task.batch_spec(experiment.global_batch)
     for path, spec in batch.items_by_path():
         print(f"  batch.{path}: {spec.dtype.name} {list(spec.shape)}")
+    warn_of_unknown_dims(programs)
     for line in start_notes(programs):
         print(line)
     print("The training program was traced. Nothing was read, compiled or written.")

@@ -51,15 +51,18 @@ def check_results(name: str, out: Any) -> None:
         )
 
 
-def stored_forms(leaves, structure, requested, mesh) -> list[StoredForm | None]:
+def stored_forms(
+    leaves, structure, requested, mesh, *, what: str
+) -> list[StoredForm | None]:
     """For each leaf its stored form, or None where completion decides.
 
     Args:
       leaves: of the structure, with shapes and dtypes.
       structure: a nest.
-      requested: a nest like it with a `Sharding` or a `StoredForm` for each leaf, None
-        for a leaf or a branch that is left to completion.
+      requested: a nest like it with a `Sharding`, a dims mapping or a `StoredForm` for
+        each leaf, None for a leaf or a branch that is left to completion.
       mesh: the program's.
+      what: what the shardings are of, for messages.
 
     Raises:
       ValueError: the structures or ranks differ, a shape is not static, or a sharding
@@ -67,14 +70,17 @@ def stored_forms(leaves, structure, requested, mesh) -> list[StoredForm | None]:
     """
     if requested is None:
         return [None] * len(leaves)
-    flat = tf.nest.flatten(filled(structure, requested))
-    paths = nest.flatten_with_joined_string_paths(structure)
-    return [
-        None
-        if sharding is None
-        else _form(tf.TensorSpec(leaf.shape, leaf.dtype, path), sharding, mesh)
-        for leaf, sharding, (path, _) in zip(leaves, flat, paths, strict=True)
-    ]
+    try:
+        flat = requested_leaves(structure, requested, mesh)
+        paths = nest.flatten_with_joined_string_paths(structure)
+        return [
+            None
+            if sharding is None
+            else _form(tf.TensorSpec(leaf.shape, leaf.dtype, path), sharding, mesh)
+            for leaf, sharding, (path, _) in zip(leaves, flat, paths, strict=True)
+        ]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}: {error}") from None
 
 
 def _form(
@@ -89,7 +95,7 @@ def _form(
     if not isinstance(sharding, (Sharding, StoredForm)):
         raise TypeError(
             f"the sharding {sharding!r} is of type {type(sharding).__name__}; pass a "
-            'Sharding, such as Sharding.parse(mesh, "[X,_]")'
+            'Sharding, or an axis for each dim, such as ["X", None]'
         )
     form = (
         sharding if isinstance(sharding, StoredForm) else StoredForm.of(spec, sharding)
@@ -120,14 +126,32 @@ def _check_border(sharding: Sharding) -> None:
         )
 
 
+def requested_leaves(structure: Any, requested: Any, mesh: DeviceMesh) -> list:
+    """For each leaf of `structure` what is requested; a dims mapping as a `Sharding`.
+
+    Raises:
+      ValueError: the structures differ, or a dims mapping is none of the mesh's.
+    """
+    return [
+        Sharding.from_dims_mapping(mesh, leaf)
+        if isinstance(leaf, (list, tuple))
+        else leaf
+        for leaf in nest.flatten_up_to(
+            structure, filled(structure, requested), check_types=False
+        )
+    ]
+
+
 def filled(structure, shardings):
     """`shardings` with a None for a branch replaced by a None for each leaf."""
     if shardings is None:
         return tf.nest.map_structure(lambda _: None, structure)
     if isinstance(structure, Mapping):
         if not isinstance(shardings, Mapping) or set(structure) != set(shardings):
+            given = shardings if isinstance(shardings, Mapping) else {}
             raise ValueError(
-                f"shardings {shardings} do not have the entries {sorted(structure)}"
+                f"shardings of a mapping have {sorted(set(given) - set(structure))}, "
+                f"and lack {sorted(set(structure) - set(given))}"
             )
         return type(structure)(
             {key: filled(structure[key], shardings[key]) for key in structure}

@@ -20,7 +20,10 @@ def converted(value: np.ndarray, dtype: tf.DType) -> np.ndarray:
     """
     given = _tf_dtype(value.dtype)
     if given is None or not _is_kind_for(dtype, given):
-        raise ValueError(f"is {value.dtype}, the program was compiled for {dtype.name}")
+        remedy = "" if given is None else ": cast it first"
+        raise ValueError(
+            f"is {value.dtype}, the program was compiled for {dtype.name}{remedy}"
+        )
     if given == dtype:
         return value.astype(dtype.as_numpy_dtype, copy=False)
     if given.is_integer and value.size:

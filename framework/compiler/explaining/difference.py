@@ -59,11 +59,13 @@ class Side:
       name: for texts.
       tensors: by what they are to the program, and name.
       sent: collectives.
+      is_propagated: whether that is by propagation alone, not of a compiled program.
     """
 
     name: str
     tensors: Mapping[str, LaidOut]
     sent: Mapping[SentKey, Sent]
+    is_propagated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class TensorDifference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentDifference:
-    """A collective that came, went, grew or shrank.
+    """A collective that is new or gone, grew or shrank.
 
     Args:
       at: the name of the TF op.
@@ -104,9 +106,9 @@ class SentDifference:
 
     @property
     def what(self) -> str:
-        """`came`, `went`, `grew` or `shrank`."""
+        """`new`, `gone`, `grew` or `shrank`."""
         if self.before is None or self.after is None:
-            return "came" if self.before is None else "went"
+            return "new" if self.before is None else "gone"
         return "grew" if self.bytes > 0 else "shrank"
 
 
@@ -179,13 +181,19 @@ class Difference:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.before.name} -> {self.after.name}"
-        yield f"  arguments on one device   {_change(*self.argument_bytes)}"
-        yield f"  sent in one call          {_change(*self.sent_bytes)}"
+        sent = "sent in one call"
+        if self.after.is_propagated:
+            sent += ", by propagation"
+        rows = {
+            "arguments on one device": _change(*self.argument_bytes),
+            sent: _change(*self.sent_bytes),
+        }
         if self.sent_seconds is not None:
-            before, after = (1e3 * seconds for seconds in self.sent_seconds)
-            yield f"  which takes, estimated    {before:.4g} ms -> {after:.4g} ms"
+            rows["which takes, estimated"] = _times(*self.sent_seconds)
+        width = max(map(len, rows))
+        yield from (f"  {what:<{width}}  {change}" for what, change in rows.items())
         tensors, sent = self.tensors, self.collectives
-        yield f"Tensors that lie otherwise: {len(tensors)}" + _of(tensors)
+        yield f"Tensors with another sharding: {len(tensors)}" + _of(tensors)
         for tensor in tensors[:_LARGEST]:
             yield from _tensor_lines(tensor)
         yield f"Collectives that differ: {len(sent)}" + _of(sent)
@@ -218,6 +226,11 @@ def _tensor_lines(tensor: TensorDifference) -> Iterator[str]:
 def _sent_lines(one: SentDifference) -> Iterator[str]:
     axes = "groups that no axes make" if one.axes is None else ", ".join(one.axes)
     moved = _change(_bytes(one.before), _bytes(one.after))
+    seconds = [
+        0.0 if sent is None else sent.seconds for sent in (one.before, one.after)
+    ]
+    if None not in seconds:
+        moved += f", {_times(*seconds)}"
     yield f"  {one.what}: {one.kind} along {axes} at {one.at}, {moved}"
     for name, sent in ("was by", one.before), ("now by", one.after):
         if sent is not None:
@@ -232,6 +245,10 @@ def _by(how: str, origins, others) -> Iterator[str]:
 
 def _change(before: int, after: int) -> str:
     return f"{bytes_text(before)} -> {bytes_text(after)}"
+
+
+def _times(before: float, after: float) -> str:
+    return f"{1e3 * before:.4g} ms -> {1e3 * after:.4g} ms"
 
 
 def _bytes(sent: Sent | None) -> int:

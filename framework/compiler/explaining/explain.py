@@ -97,6 +97,8 @@ class TensorReport:
       collectives: inserted at its op.
       provenances: with reasons, where its axes come from.
       competitions: with reasons, the axes that it did not get.
+      propagated: with reasons, its sharding by Shardy's propagation alone if XLA has
+        another, as it simplifies a program before it propagates; else None.
     """
 
     kind: Kind
@@ -116,6 +118,7 @@ class TensorReport:
     collectives: tuple[InsertedCollective, ...] = ()
     provenances: tuple[Provenance, ...] = ()
     competitions: tuple[Competition, ...] = ()
+    propagated: Sharding | None = None
     kept_from: str = ""
     logical_shape: tuple[int, ...] | None = None
 
@@ -208,8 +211,14 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
 
     Raises:
       LoweringError: XLA used another partitioner than requested.
+      TypeError: it is no program.
       ValueError: the mesh has one device.
     """
+    if not isinstance(program, Program):
+        raise TypeError(
+            "explain takes a Program, as compile_program(fn, specs, mesh) returns it; "
+            f"this is of type {type(program).__name__}"
+        )
     completion = complete(program.unpartitioned)
     at, elsewhere = inserted_collectives(program)
     arguments, results = _arguments(program, completion), _results(program, completion)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER
 from meshwright.framework.compiler.xla.partitioner import Partitioner
-from meshwright.framework.sizes import bytes_text
+from meshwright.framework.sizes import bytes_text, counted
 
 if TYPE_CHECKING:
     from meshwright.framework.compiler.explaining.explain import (
@@ -168,7 +168,7 @@ def _what_is_shown(count: int, match: str, at_least: int, axis: str) -> Iterator
     parts += [f"take at least {bytes_text(at_least)}"] if at_least else []
     parts += [f"are split or sent along {axis}"] if axis else []
     if count:
-        yield f"Shown are the {count} tensors that {' and '.join(parts)}."
+        yield f"Shown: {counted(count, 'tensor')} that {' and '.join(parts)}."
         return
     yield f"There are no tensors that {' and '.join(parts)}. Leave that out to see"
     yield "the names of layers, tensors and sources that there are."
@@ -251,8 +251,10 @@ def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
     if tensor.resharded_from is not None:
         before = tensor.resharded_from
         yield f"      annotated again, differently: resharded from {before}"
+    if tensor.propagated is not None:
+        yield f"      XLA's: by propagation alone it is {tensor.propagated}"
     for one in tensor.provenances:
-        ops = f", in {len(one.way)} steps" if one.way else ""
+        ops = f", in {counted(len(one.way), 'step')}" if one.way else ""
         yield f"      {one.axis} on dim {one.dim} is from {one.origin}{ops}"
     for collective in tensor.collectives:
         yield f"      {collective_text(collective)}"
@@ -321,7 +323,7 @@ def _replicated(tensors: list[TensorReport]) -> Iterator[str]:
         yield from ("No tensor is left replicated.", "")
         return
     total = bytes_text(sum(tensor.bytes for tensor in tensors))
-    yield f"Left replicated: {len(tensors)} tensors, {total}; the largest:"
+    yield f"Left replicated: {counted(len(tensors), 'tensor')}, {total}; the largest:"
     for tensor in tensors[:_LARGEST]:
         yield f"  {replicated_line(tensor)}"
         yield f"      {tensor.why_replicated.value}"

@@ -62,11 +62,11 @@ def with_reasons(
         explained = tuple(
             dataclasses.replace(
                 _with_reasons(report, reasons, sent),
-                competitions=_lost(
-                    report, tensors.get((report.kind, report.op_name)), reasons
-                ),
+                competitions=_lost(report, tensor, reasons),
+                propagated=_otherwise(report, tensor),
             )
             for report in reports
+            for tensor in [tensors.get((report.kind, report.op_name))]
         )
     names = {report.op_name for report in reports}
     left = [t for t in every if t.at not in names]
@@ -92,6 +92,17 @@ def _with_reasons(
             for collective in report.collectives
         ),
     )
+
+
+def _otherwise(report: TensorReport, tensor: TensorLayout | None) -> Sharding | None:
+    """The tensor's sharding by propagation if other axes split it than XLA's report."""
+    if tensor is None or isinstance(report.sharding, str):
+        return None
+    if tensor.shape != report.shape:  # Another of the op's tensors.
+        return None
+    both = report.sharding, tensor.sharding
+    ours, theirs = ([s.mesh.entire(axes) for axes in s.dims] for s in both)
+    return tensor.sharding if ours != theirs else None
 
 
 def _lost(

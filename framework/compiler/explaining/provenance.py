@@ -12,6 +12,9 @@ from meshwright.framework.compiler.lowering.sources import Kind, place_text
 from meshwright.framework.compiler.stablehlo.shardy.recorded import Direction
 from meshwright.framework.sharding.sharding import Sharding
 
+NAMELESS = "?"
+"""The name of what no TF op makes."""
+
 
 class OriginKind(enum.Enum):
     """What gave a tensor its axis in the beginning."""
@@ -21,7 +24,7 @@ class OriginKind(enum.Enum):
     RESULT = "result"
     REGION = "manual region"
     ASKED = "what was asked for,"  # Of `what_if`: it is in no program.
-    COMPILER = "annotation by the compiler"  # Weight-update sharding, or a repair.
+    COMPILER = "annotation by weight-update sharding or a repair"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +52,12 @@ class Origin:
 
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
-        name = self.name
+        name = f" {self.name}" if self.name != NAMELESS else ""
         if self.kind is OriginKind.ANNOTATION and self.layer:
-            name = self.layer
+            name = f" {self.layer}"
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
         kept = f", kept from {self.kept_from}" if self.kept_from else ""
-        return f"{self.kind.value} {name} {self.sharding}{where}{kept}"
+        return f"{self.kind.value}{name} {self.sharding}{where}{kept}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

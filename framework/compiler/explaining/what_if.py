@@ -118,7 +118,10 @@ def _side(name: str, reasons: Reasons, links: Links | None, differ: set[str]) ->
             for key in [_key(tensor)]
         }
     return Side(
-        name=name, tensors=tensors, sent={key: _sum(of) for key, of in sent.items()}
+        name=name,
+        tensors=tensors,
+        sent={key: _sum(of) for key, of in sent.items()},
+        is_propagated=True,
     )
 
 

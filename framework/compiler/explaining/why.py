@@ -26,6 +26,11 @@ GSPMD_NOTE = (
     "same annotations and may differ."
 )
 
+COMPILED_NOTE = (
+    "That is by propagation alone; XLA simplifies a program before, and explain with "
+    "reasons marks what it has otherwise."
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorReason:
@@ -52,7 +57,8 @@ class Answer:
       target: the name, line or layer that was asked for.
       axis: the axis that was asked for; None: all.
       tensors: the tensors of that name, line or layer.
-      note: on whose reasons they are, "" if they are the partitioner's own.
+      note: on whose reasons they are, "" if they are the partitioner's own and nothing
+        was compiled.
     """
 
     target: str
@@ -87,6 +93,7 @@ def why(
     axis: str | None = None,
     *,
     partitioner: Partitioner = Partitioner.SHARDY,
+    is_compiled: bool = False,
 ) -> Answer:
     """Why tensors lie where they lie.
 
@@ -95,6 +102,7 @@ def why(
       target: see `find`.
       axis: a mesh axis; None: all.
       partitioner: the program's.
+      is_compiled: whether XLA has completed it too.
 
     Raises:
       ValueError: there is no such tensor, line or layer, or no such axis.
@@ -103,13 +111,14 @@ def why(
     if axis is not None:
         reasons.mesh.part(axis)
     sent = transfers(reasons)
+    compiled = COMPILED_NOTE if is_compiled else ""
     with reasons.opened():
         found = [_reason(reasons, tensor, axis, sent) for tensor in tensors]
     return Answer(
         target=target,
         axis=axis,
         tensors=tuple(found),
-        note="" if partitioner is Partitioner.SHARDY else GSPMD_NOTE,
+        note=GSPMD_NOTE if partitioner is Partitioner.GSPMD else compiled,
     )
 
 

@@ -27,7 +27,10 @@ from meshwright.framework.sizes import bytes_text
 
 MAX_CONSTANT_BYTES = 1 << 20
 _HANDLES = (tf.resource, tf.variant)
-_BY_ARGUMENT = "pass its value as an argument, and return its new value as a result"
+_BY_ARGUMENT = (
+    "pass its value as an argument, and return its new value as a result, or use "
+    "mw.function, which keeps variables"
+)
 
 
 def keep_small_tensors(graph) -> None:
@@ -146,6 +149,12 @@ def refuse_captures(
 
 def _described(outside: tf.Tensor, concrete) -> tuple[str, str]:
     """What is read, and what to do about it."""
+    if not isinstance(outside, tf.__internal__.EagerTensor):
+        return (
+            f"{outside.name!r}, a symbolic tensor of the function "
+            f"{outside.graph.name!r}",
+            "return it from there and pass it as an argument",
+        )
     if outside.dtype not in _HANDLES:
         shape, size = list(outside.shape), bytes_text(_bytes(outside))
         return (

@@ -17,6 +17,7 @@ _NOT_CONSTANT = re.compile(
 )
 _NODE = re.compile(r"\{\{node (?P<op>[^}]+)\}\}")
 _NO_KERNEL = re.compile(r"No registered '(?P<type>\w+)' OpKernel for XLA")
+_OTHER_TYPE = re.compile(r"attributes didn't match.*?\bT=DT_(?P<type>\w+)", re.DOTALL)
 _SEGMENTS = re.compile("Segment(?P<reduction>Max|Mean|Min|Prod|Sum)")
 _TF2XLA_PREFIX = re.compile(r"^Failed getting HLO text: '")
 _STATUS = re.compile(r"^[A-Z_]+: (?:\S+\.py:\d+:\d+: error: )?")
@@ -37,6 +38,10 @@ _INSTEAD = {
     "FakeParam": (
         "TF makes it for the gradient of a loop in a branch: put the tf.cond into the "
         "loop's body, or always run the loop and choose by tf.where"
+    ),
+    "ResizeNearestNeighborGrad": (
+        "It is the gradient of tf.image.resize by 'nearest': use tf.repeat along "
+        "height and width, or tf.gather"
     ),
     "TensorListScatterIntoExistingList": (
         "Put the elements in order by tf.gather, and use TensorArray.unstack in place "
@@ -109,7 +114,14 @@ def of_tf2xla(
     known = next(filter(None, nodes), None)
     where = f"{sources.text(known)}: " if known else ""
     if match := _NO_KERNEL.search(text):
-        reason = f"it has no kernel for {match['type']}. {_instead(match['type'])}"
+        reason = f"it has no kernel for {match['type']}"
+        if of := _OTHER_TYPE.search(text):
+            reason += (
+                f" of {of['type'].lower()}: cast it to a type that it has, such as "
+            )
+            reason += "float32 or int32"
+        else:
+            reason += f". {_instead(match['type'])}"
     else:
         reason = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
         if _NO_LIST_SIZE in reason:

@@ -11,7 +11,11 @@ import tensorflow as tf
 from jax.extend.mlir import ir
 from tensorflow.python.util import nest
 
-from meshwright.framework.compiler.boundary.borders import check_results, filled
+from meshwright.framework.compiler.boundary.borders import (
+    check_results,
+    filled,
+    requested_leaves,
+)
 from meshwright.framework.compiler.lowering.lower import Signature, lower
 from meshwright.framework.compiler.lowering.sources import (
     PLACEHOLDER,
@@ -183,9 +187,10 @@ def explain_types(
     lowered = lower(of_tensors, args, name=name, variables=variables)
     signature = lowered.signature
     arguments = _arguments(fn, signature)
-    shardings = _leaves(signature.inputs, in_shardings)
-    names = _leaves(signature.inputs, dim_names)
-    requested = _leaves(signature.outputs, out_shardings)
+    shardings = requested_leaves(signature.inputs, in_shardings, mesh)
+    filled_names = filled(signature.inputs, dim_names)
+    names = nest.flatten_up_to(signature.inputs, filled_names, check_types=False)
+    requested = requested_leaves(signature.outputs, out_shardings, mesh)
     module = Module(lowered, mesh)
     with module.opened():
         tidy(module.write())
@@ -220,10 +225,6 @@ def _arguments(fn: Callable[..., Any], signature: Signature) -> list[str]:
         several = parameter.kind is parameter.VAR_POSITIONAL
         named.append(".".join([number if several else parameter.name, *rest]))
     return named
-
-
-def _leaves(structure: Any, given: Any) -> list:
-    return nest.flatten_up_to(structure, filled(structure, given), check_types=False)
 
 
 def _argument(

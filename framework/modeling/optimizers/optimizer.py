@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import gin
 import tensorflow as tf
@@ -49,6 +49,7 @@ class WeightUpdate:
     slots: NestedMap
 
 
+_TO_DEFINE = "an optimizer defines slots_of(spec) and rule(step, rate)"
 WeightRule = Callable[[tf.Tensor, tf.Tensor, NestedMap, WeightSpec], WeightUpdate]
 """(gradient, weight, slots, spec) -> WeightUpdate; all tensors are float32."""
 
@@ -106,25 +107,28 @@ class Optimizer(Checked):
         Raises:
           ValueError: a weight has no gradient, or the maps do not match.
         """
-        grads = grads.map_with_path(_float32_gradient)
-        values = theta.map(lambda w: tf.cast(w, tf.float32))
-        rate = self.learning_rate(step)
-        metrics = NestedMap(
-            learning_rate=rate,
-            grad_norm=global_norm(_trained(grads, specs)),
-        )
-        if self.clip_global_norm is not None:
-            # The maximum keeps the factor at 1 for a norm of zero and hides no NaN.
-            limit = self.clip_global_norm
-            factor = limit / tf.maximum(metrics.grad_norm, limit)
-            grads = grads.map(lambda g, s: g if s.is_statistic else g * factor, specs)
-        new, new_slots = self.apply(step, rate, grads, values, slots, specs)
-        # Of the new weights: where nothing orders a read of the old ones before the
-        # update, XLA's CPU compiler copies them all.
-        metrics.weight_norm = global_norm(_trained(new, specs))
-        return OptimizerUpdate(
-            theta=new.map(_stored, theta, specs), slots=new_slots, metrics=metrics
-        )
+        with tf.name_scope("optimizer"):
+            grads = grads.map_with_path(_float32_gradient)
+            values = theta.map(lambda w: tf.cast(w, tf.float32))
+            rate = self.learning_rate(step)
+            metrics = NestedMap(
+                learning_rate=rate,
+                grad_norm=global_norm(_trained(grads, specs)),
+            )
+            if self.clip_global_norm is not None:
+                # The maximum keeps the factor at 1 for a norm of zero and hides no NaN.
+                limit = self.clip_global_norm
+                factor = limit / tf.maximum(metrics.grad_norm, limit)
+                grads = grads.map(
+                    lambda g, s: g if s.is_statistic else g * factor, specs
+                )
+            new, new_slots = self.apply(step, rate, grads, values, slots, specs)
+            # Of the new weights: where nothing orders a read of the old ones before the
+            # update, XLA's CPU compiler copies them all.
+            metrics.weight_norm = global_norm(_trained(new, specs))
+            return OptimizerUpdate(
+                theta=new.map(_stored, theta, specs), slots=new_slots, metrics=metrics
+            )
 
     def apply(
         self,
@@ -140,21 +144,43 @@ class Optimizer(Checked):
 
         def update_weight(path, value, grad, slot, spec):
             # The path names the ops, here and in the compiled program.
-            with tf.name_scope("optimizer/" + path.replace(".", "/")):
+            with tf.name_scope(path.replace(".", "/")):
                 if spec.is_statistic:
                     return WeightUpdate(weight=followed(grad, value, spec), slots=slot)
-                return rule(grad, value, slot, spec)
+                update = rule(grad, value, slot, spec)
+                self._check_update(path, update, slot)
+                return update
 
         updates = values.map_with_path(update_weight, grads, slots, specs)
         return updates.map(lambda u: u.weight), updates.map(lambda u: u.slots)
 
+    def _check_update(self, path: str, update: Any, slots: NestedMap) -> None:
+        """Checks what a rule returned for the weight `path`.
+
+        Raises:
+          TypeError: it is no `WeightUpdate`.
+          ValueError: it has other slots than `slots_of`.
+        """
+        rule = f"{type(self).__name__}.rule"
+        if not isinstance(update, WeightUpdate):
+            raise TypeError(
+                f"{rule} returned a {type(update).__name__} for {path!r}; return "
+                "WeightUpdate(weight=, slots=)"
+            )
+        new, old = ({p for p, _ in s.items_by_path()} for s in (update.slots, slots))
+        if new != old:
+            raise ValueError(
+                f"{rule} returned the slots {sorted(new)} for {path!r}; slots_of has "
+                f"{sorted(old)}"
+            )
+
     def slots_of(self, spec: WeightSpec) -> NestedMap:
         """Specs of the slots of a weight."""
-        raise NotImplementedError(f"{type(self).__name__}.slots_of")
+        raise NotImplementedError(f"{type(self).__name__}.slots_of: {_TO_DEFINE}")
 
     def rule(self, step: tf.Tensor, rate: tf.Tensor) -> WeightRule:
         """The update rule of a weight, for values that depend only on the step."""
-        raise NotImplementedError(f"{type(self).__name__}.rule")
+        raise NotImplementedError(f"{type(self).__name__}.rule: {_TO_DEFINE}")
 
 
 def global_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

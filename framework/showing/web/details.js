@@ -201,8 +201,12 @@ function overview() {
   const pairs = ENTRIES.flatMap((entry) => entry.sent.map((sent) => ({entry, sent})));
   const most = ({sent}) => SECOND ? Math.abs(sent.bytes[1] - sent.bytes[0]) : sent.bytes[0];
   const shown = pairs.filter((pair) => most(pair) > 0).sort((a, b) => most(b) - most(a));
-  const place = ({entry}) => [entry.tensor.layer, entry.tensor.name]
-    .filter(Boolean).join(" ");
+  // Long names differ at their ends.
+  const place = ({entry}) => {
+    const name = [entry.tensor.layer, entry.tensor.name].filter(Boolean).join(" ");
+    return name.length > 40 ? h("span", {title: name}, `${name.slice(0, 15)}…${name.slice(-24)}`)
+      : name;
+  };
   // A loop of unknown trips counts once.
   const isLeast = (side) => DATA.programs[side].collectives.some((each) => each.times === null);
   const total = (side) => (isLeast(side) ? "≥ " : "") + bytesText(TREE.bytes[side]);
@@ -212,7 +216,7 @@ function overview() {
   const facts = {
     tensors: both((side) => String(DATA.programs[side].tensors.length)),
     "arguments on a device": both(held), "sent in one call": both(total),
-    ...(SECOND ? {"lie otherwise": String(ENTRIES.filter((e) => e.lies).length)} : {}),
+    ...(SECOND ? {"with another sharding": String(ENTRIES.filter((e) => e.lies).length)} : {}),
   };
   const unsplit = ENTRIES.filter(FILTERS.replicated.holds)
     .sort((a, b) => b.tensor.bytes - a.tensor.bytes);
@@ -230,7 +234,7 @@ function overview() {
       [h("strong", {}, sent.kind), " ", sent.what
         ? h("span", {class: sent.what}, `${sent.what} `) : "", place({entry})],
       SECOND ? sent.bytes.map(bytesText).join(" | ") : bytesText(sent.bytes[0])])),
-    SECOND ? [h("h3", {}, "Tensors that lie otherwise, the largest"),
+    SECOND ? [h("h3", {}, "Tensors with another sharding, the largest"),
       topList(ENTRIES.filter((e) => e.lies && e.tensor.shape)
         .sort((a, b) => b.tensor.bytes - a.tensor.bytes).slice(0, 12)
         .map((entry) => [entry, glyph(shardingOf(entry.sides[0] ? 0 : 1, entry.tensor)),

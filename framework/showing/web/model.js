@@ -33,7 +33,7 @@ function sentAt(sides) {
 
 function whatChanged([before, after]) {
   if (!SECOND || before === after) return "";
-  return before === 0 ? "came" : after === 0 ? "went" : after > before ? "grew" : "shrank";
+  return before === 0 ? "new" : after === 0 ? "gone" : after > before ? "grew" : "shrank";
 }
 
 function makeEntries() {

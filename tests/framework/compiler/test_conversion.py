@@ -57,7 +57,11 @@ def test_an_array_of_the_type_is_not_copied():
         (np.array([1 + 0j]), tf.float64, "is complex128, .* compiled for float64"),
         (np.array([1j]), tf.int32, "is complex128, .* compiled for int32"),
         (np.array([1j]), tf.bool, "is complex128, .* compiled for bool"),
-        (np.array([1.0]), tf.int64, "is float64, .* compiled for int64"),
+        (
+            np.array([1.0]),
+            tf.int64,
+            "is float64, .* compiled for int64: cast it first$",
+        ),
         (np.array([1.0], BFLOAT16), tf.int32, "is bfloat16, .* compiled for int32"),
         (np.array([1.0]), tf.bool, "is float64, .* compiled for bool"),
         (np.array(["1.5"]), tf.float32, "is <U3, the program was compiled for float32"),

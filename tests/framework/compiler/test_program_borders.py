@@ -49,17 +49,27 @@ def test_structures_of_shardings_may_leave_whole_branches_to_completion():
 @pytest.mark.parametrize(
     "in_shardings,out_shardings,message",
     [
-        ([{"y": split()}], None, r"do not have the entries \['x'\]"),
-        ([split()], None, r"do not have the entries \['x'\]"),
+        (
+            [{"y": split()}],
+            None,
+            r"in_shardings: shardings of a mapping have \['y'\], and lack \['x'\]",
+        ),
+        ([split()], None, r"shardings of a mapping have \[\], and lack \['x'\]"),
         ([None, None], None, "shardings for a sequence of 1 have 2 entries"),
         ([], None, "shardings for a sequence of 1 have 0 entries: give a Sharding"),
         (
             [{"x": split("X")}],
             None,
-            r"1 dims but tensor 0/x has shape \(8, 8\)",
+            r"in_shardings: .* is of rank 1, and tensor 0/x has shape \(8, 8\)",
         ),
         (None, [split("X")], "shardings for a sequence of 2 have 1 entries"),
-        (None, [None, split("X")], r"1 dims but tensor 1 has shape \(8, 8\)"),
+        (
+            None,
+            [None, split("X")],
+            r"out_shardings: .* is of rank 1, and tensor 1 has shape \(8, 8\)",
+        ),
+        ([{"x": ["X"]}], None, r"in_shardings: sharding \[X\] is of rank 1, and"),
+        ([{"x": ["X", "Z"]}], None, "in_shardings: unknown mesh axis 'Z'"),
         (
             [{"x": split("X", None, mesh=PERMUTED)}],
             None,
@@ -78,6 +88,19 @@ def test_shardings_of_another_structure_or_rank_are_refused(
             in_shardings=in_shardings,
             out_shardings=out_shardings,
         )
+
+
+def test_a_sharding_may_be_an_axis_for_each_dim():
+    program = compile_program(
+        lambda batch: batch["x"] + batch["y"],
+        [{"x": tf.TensorSpec([8, 8]), "y": tf.TensorSpec([8, 8])}],
+        MESH,
+        in_shardings=[{"x": ["X", None], "y": (("X", "Y"), None)}],
+        out_shardings=[None, "Y"],
+        check_types=False,
+    )
+    assert [str(s) for s in program.in_shardings] == ["[X,_]", "[X.Y,_]"]
+    assert [str(s) for s in program.out_shardings] == ["[_,Y]"]
 
 
 @pytest.mark.parametrize("text", ["[X,?]", "[X,_] manual{Y}", "[Y:(1)2,_]"])
@@ -99,7 +122,10 @@ def test_a_border_sharding_is_decided_and_of_full_axes(text):
             {"args": tf.TensorSpec([8, 8])},
             "fn: args is of type TensorSpec; pass a",
         ),
-        ({"in_shardings": ["[X,_]"]}, r"'\[X,_\]' is of type str; pass a Sharding"),
+        (
+            {"in_shardings": ["[X,_]"]},
+            r"'\[X,_\]' is of type str; pass a Sharding, or an",
+        ),
         ({"partitioner": "sharding"}, "there is no partitioner 'sharding': use Part"),
         ({"partitioner": None}, "there is no partitioner None: use Partitioner.SHARDY"),
     ],

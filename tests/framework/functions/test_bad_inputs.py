@@ -39,6 +39,25 @@ def grown(x):
     return tape.gradient(y[0], x)
 
 
+LEAKED = []
+
+
+@tf.function
+def leak(y):
+    LEAKED.append(y)
+    return y
+
+
+leak(X)
+
+
+def nearest_gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.image.resize(x[None, ..., None], [16, 8], "nearest")
+    return tape.gradient(y, x)
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "message"),
     [
@@ -115,6 +134,22 @@ def grown(x):
             [X],
             rf"an iterator of a tf.data.Dataset from outside, at op .*{HERE}:\d+\)"
             ": take its next element outside",
+        ),
+        (
+            lambda x: x + LEAKED[0],
+            [X],
+            r"reads 'y:0', a symbolic tensor of the function 'leak', at op .*: return "
+            "it from there and pass it as an argument",
+        ),
+        (
+            lambda x: tf.sort(tf.cast(x, tf.uint16)),
+            [X],
+            "no kernel for TopKV2 of uint16: cast it to a type that it has, such as",
+        ),
+        (
+            nearest_gradient,
+            [X],
+            "no kernel for ResizeNearestNeighborGrad. It is the gradient of tf.image",
         ),
         (
             made_of_an_argument(),
@@ -209,3 +244,27 @@ def test_a_program_of_real_numbers(to_complex):
     x = X.astype(to_complex) if to_complex is np.complex128 else tf.cast(X, to_complex)
     with pytest.raises(ValueError, match="step: argument 0 is complex.*for float32"):
         program(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: mw.mesh_split(X, [None, "model"], MESH),
+            r"mesh_split: the second argument is the mesh, the third the dims, as in "
+            r'mesh_split\(x, mesh, \["X", None\]\); this mesh is \[None',
+        ),
+        (
+            lambda: mw.explain(first),
+            r"explain takes a Program, as compile_program\(fn, specs, mesh\) returns "
+            "it; this is of type function",
+        ),
+        (
+            lambda: mw.visualize(X),
+            r"this is of type ndarray: program.shard\(...\) puts host arrays onto a",
+        ),
+    ],
+)
+def test_an_argument_of_another_kind(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

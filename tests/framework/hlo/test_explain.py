@@ -19,6 +19,7 @@ from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
+from meshwright.framework.sizes import counted
 from tests.framework.hlo import reshards
 
 HERE = pathlib.Path(__file__)
@@ -397,12 +398,12 @@ def test_a_part_is_chosen_by_a_pattern_and_by_size(partitioner):
     assert text.startswith(str(explanation).split("\n")[0])
     assert "arguments" not in text.split("\n")
     inside = [tensor for tensor in explanation.tensors if tensor.layer == "stack.dense"]
-    assert f"Shown are the {len(inside)} tensors that match '^stack\\.den'." in text
+    assert f"Shown: {len(inside)} tensors that match '^stack\\.den'." in text
     assert all(re.search(rf"\n  {tensor_name(tensor)} ", text) for tensor in inside)
     size = max(tensor.bytes for tensor in inside)
     text = explanation.text(match=r"^stack\.den", at_least=size)
     largest = [tensor for tensor in inside if tensor.bytes == size]
-    assert f"Shown are the {len(largest)} tensors that" in text
+    assert f"Shown: {counted(len(largest), 'tensor')} that" in text
     text = explanation.text(match="no such layer")
     assert "There are no tensors that match 'no such layer'. Leave" in text
     assert "\n\n\n" not in text and "Left replicated:" not in text

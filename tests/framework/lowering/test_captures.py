@@ -158,7 +158,8 @@ def test_a_variable_from_outside_is_refused(fn, what):
     assert re.match(rf"step: the function reads a variable {what}", text)
     assert "(lowering/test_captures.py:" in text or ", lowering/test_capt" in text
     assert text.endswith(
-        ": pass its value as an argument, and return its new value as a result"
+        ": pass its value as an argument, and return its new value as a result, or use "
+        "mw.function, which keeps variables"
     )
 
 

@@ -13,7 +13,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import EXPERT_DIM, STACK_DIM, WeightSpec
 from meshwright.framework.modeling.optimizers.adafactor import Adafactor
-from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam, Optimizer
+from meshwright.framework.modeling.optimizers.optimizer import (
+    SGD,
+    Adam,
+    Optimizer,
+    WeightUpdate,
+    slot_spec,
+)
 from meshwright.framework.modeling.optimizers.schedules import (
     ConstantSchedule,
     PolynomialSchedule,
@@ -399,6 +405,55 @@ def test_update_names_a_weight_without_gradient():
             zero_slots(optimizer, specs),
             specs,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Returning(Optimizer):
+    """Its rule returns `made`."""
+
+    made: object
+
+    def slots_of(self, spec):
+        return NestedMap(m=slot_spec(spec))
+
+    def rule(self, step, rate):
+        return lambda grad, weight, slots, spec: self.made
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (
+            (1.0, NestedMap()),
+            TypeError,
+            r"Returning.rule returned a tuple for 'a\.w'; return WeightUpdate\(weight=",
+        ),
+        (
+            WeightUpdate(weight=1.0, slots=NestedMap()),
+            ValueError,
+            r"Returning.rule returned the slots \[\] for 'a\.w'; slots_of has \['m'\]",
+        ),
+    ],
+)
+def test_refuses_another_result_of_a_rule(made, error, message):
+    optimizer, specs = (
+        Returning(learning_rate=RATE, made=made),
+        NestedMap(a=NestedMap(w=spec(2))),
+    )
+    theta = random_map(specs, 0)
+    slots = zero_slots(optimizer, specs)
+    with pytest.raises(error, match=message):
+        optimizer.update(tf.constant(0), theta, theta, slots, specs)
+
+
+def test_an_optimizer_without_a_rule_is_told_what_to_define():
+    bare = Optimizer(learning_rate=RATE)
+    for call in (lambda: bare.slots_of(spec(2)), lambda: bare.rule(0, 0.1)):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"defines slots_of\(spec\) and rule\(step, rate\)",
+        ):
+            call()
 
 
 def test_refuses_nesterov_without_momentum():

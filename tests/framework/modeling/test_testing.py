@@ -26,13 +26,14 @@ class Scaled(Layer):
     wrong_output: float = 0.0
     wrong_gradient: float = 0.0
     wrong_small_output: float = 0.0
+    hidden: str = "hidden"
 
     def weights(self):
         w = WeightSpec(shape=(6, 7), dims=("model", "hidden"), initializer=FanIn())
         return NestedMap(w=w)
 
     def fprop(self, ctx, theta, x, *, row):
-        h = ctx.split(tf.matmul(x, theta.w), ("batch", "hidden"))
+        h = ctx.split(tf.matmul(x, theta.w), ("batch", self.hidden), name="h")
         small = 1e-5 * tf.reduce_mean(h * h)
         if ctx.plan.mesh.size > 1:
             h *= 1 + self.wrong_output
@@ -63,6 +64,17 @@ def test_a_layer_that_agrees_passes():
 def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
     with pytest.raises(AssertionError, match=f"\n{name}"):
         check(Scaled(**wrong))
+
+
+def test_a_misspelt_dim_is_told():
+    message = (
+        "Scaled: dim 'hiden' of 'h' is in no table of the plan, so that nothing splits "
+        "it; near it is 'hidden': write that, or give ShardingPlan.activations the "
+        "entry 'hiden': None"
+    )
+    with pytest.raises(AssertionError, match=message):
+        check(Scaled(hidden="hiden"))
+    check(Scaled(hidden="elsewhere"))
 
 
 def test_the_tolerance_holds_whatever_the_activation_dtype():

@@ -353,7 +353,7 @@ def test_annotations_that_no_tensor_can_have_are_refused(write):
         ((None, "tp"), {"unreduced": ["tp"]}, "'tp' is used twice in one tensor"),
         ((None, None), {"unreduced": ["dp"], "reduced": ["dp"]}, "'dp' is used twice"),
         ((None, None), {"reduced": ["pp"]}, "unknown mesh axis 'pp'"),
-        ((None,), {"unreduced": ["tp"]}, "has 1 entries but the tensor has rank 2"),
+        ((None,), {"unreduced": ["tp"]}, "is of rank 1, and the tensor of rank 2"),
     ]:
         with pytest.raises(ValueError, match=f"{name}: tensor has shape .*{message}"):
             write(x, *dims, **types)

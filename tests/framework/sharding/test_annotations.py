@@ -116,13 +116,13 @@ def test_in_eager_execution_the_tensor_stays_as_it_is():
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_rank_mismatch_names_the_shape(eager):
     sharding = Sharding.from_dims_mapping(MESH, ["X"])
-    message = r"sharding \[X\] has 1 dims but tensor.* has shape \(8, 16\)"
+    message = r"sharding \[X\] is of rank 1, and tensor.* has shape \(8, 16\)"
     with pytest.raises(ValueError, match=message):
         if eager:
             annotate(tf.zeros([8, 16]), sharding)
         else:
             lower(lambda x: annotate(x, sharding), [X])
-    with pytest.raises(ValueError, match="1 entries but the tensor has rank 2"):
+    with pytest.raises(ValueError, match="is of rank 1, and the tensor of rank 2"):
         mesh_split(tf.zeros([8, 16]), MESH, ["X"])
 
 

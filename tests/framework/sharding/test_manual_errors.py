@@ -142,7 +142,7 @@ def test_a_region_over_another_mesh_is_refused():
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        (lambda x: into(x, ["X"]), "has 1 entries but the tensor has rank 2"),
+        (lambda x: into(x, ["X"]), "is of rank 1, and the tensor of rank 2"),
         (lambda x: into(x, ["Z", None]), "unknown mesh axis 'Z'"),
         (lambda x: into(x, ["X", None], manual_axes=["Z"]), "unknown mesh axis 'Z'"),
         (lambda x: into(x, ["X", None], manual_axes="X"), "must be a sequence of axes"),

@@ -30,7 +30,8 @@ def test_reads_dims_mapping(dims_mapping, text):
 @pytest.mark.parametrize(
     "dims_mapping,rank,message",
     [
-        ([0], 2, "dims_mapping [0] has 1 entries but the tensor has rank 2"),
+        ([0], 2, "dims_mapping [0] is of rank 1, and the tensor of rank 2; give"),
+        ("[X,_]", 2, "dims_mapping '[X,_]' is a text: give a sequence with an entry"),
         ([2], 1, "entry 2 is no axis of the mesh (X=2, Y=4): use 0..1, -1"),
         ([-2], 1, "entry -2 is no axis"),
         (["Z"], 1, "unknown mesh axis 'Z': the mesh has ('X', 'Y')"),

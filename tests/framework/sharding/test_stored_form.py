@@ -51,6 +51,6 @@ def test_what_divides_is_left_alone():
 
 def test_a_sharding_of_another_rank_is_refused():
     sharding = Sharding.from_dims_mapping(MESH, ["X"])
-    message = re.escape("sharding [X] has 1 dims but tensor w has shape (3, 5)")
+    message = re.escape("sharding [X] is of rank 1, and tensor w has shape (3, 5)")
     with pytest.raises(ValueError, match=message):
         StoredForm.of(tf.TensorSpec([3, 5], name="w"), sharding)

@@ -103,7 +103,7 @@ def test_of_many_arguments_the_first_are_shown():
 
 DRAWN = """\
 float32[8,4] on 8 devices
-down: dim 0 in 2; across: dim 1 in 4
+down: dim 0 in 2 (X); across: dim 1 in 4 (Y)
 +------------------+------------------+------------------+------------------+
 |        0         |        1         |        2         |        3         |
 +------------------+------------------+------------------+------------------+
@@ -138,7 +138,7 @@ def test_which_devices_hold_a_shard(shape, dims, mesh, holders):
 def test_three_split_dims_are_all_told_apart():
     mesh = mw.DeviceMesh(("A", "B", "C"), (2, 2, 2))
     picture = mw.visualize(on_devices([4, 4, 4], "A", "B", "C", mesh=mesh))
-    assert picture.down == "dim 0 in 2, then dim 1 in 2"
+    assert picture.down == "dim 0 in 2 (A), then dim 1 in 2 (B)"
     held = [[cell.devices for cell in row] for row in picture.cells]
     assert held == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)], [(6,), (7,)]]
 

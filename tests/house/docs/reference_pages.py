@@ -1,4 +1,4 @@
-"""The pages of docs/reference that are made: gin files, and what they can bind.
+"""The pages of docs/reference that are made: gin files, what they can bind, and `mw`.
 
 `make reference` writes them. A gin file's section is its opening comment and its text;
 a configurable's, its docstring and a row for each parameter.
@@ -17,11 +17,12 @@ from gin import config as gin_config
 import meshwright.layers
 import meshwright.tasks  # noqa: F401  All that gin files can name is registered now.
 from meshwright.trainers.experiment import experiment  # noqa: F401
+from tests.house.docs.api_page import api_page
 
 ROOT = pathlib.Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "reference"
 PARAMS = ROOT / "params"
-_MADE = "<!-- Written by `make reference`. -->\n"
+MADE = "<!-- Written by `make reference`. -->\n"
 _BINDING = """\
 A gin file binds a parameter by `Name.parameter = value`, and a flag does by
 `--gin_param='Name.parameter = value'`. `@Name()` is an instance, `%NAME` a macro, and
@@ -70,6 +71,7 @@ def pages() -> dict[str, str]:
     made = {f"gin_files/{folder}.md": _gin_page(folder) for folder in GIN_FOLDERS}
     for name in CONFIGURABLES:
         made[f"configurables/{name}.md"] = _configurables_page(name)
+    made["programs/api.md"] = f"{MADE}\n{api_page(_escaped)}"
     return made
 
 
@@ -91,7 +93,7 @@ def _comment(file: pathlib.Path) -> str:
 
 
 def _gin_page(folder: str) -> str:
-    parts = [_MADE, f"# `{folder}/`: {GIN_FOLDERS[folder]}\n"]
+    parts = [MADE, f"# `{folder}/`: {GIN_FOLDERS[folder]}\n"]
     for file in gin_files(folder):
         comment = _comment(file)
         rest = file.read_text().removeprefix(comment).strip()
@@ -125,7 +127,7 @@ def _linked(name: re.Match) -> str:
 
 def _configurables_page(page: str) -> str:
     title, about, rooms = CONFIGURABLES[page]
-    parts = [_MADE, f"# {title}\n", f"{about}\n"]
+    parts = [MADE, f"# {title}\n", f"{about}\n"]
     if page == "experiment":
         parts.append(_BINDING)
     for one in sorted(_configurables(rooms), key=_order):

@@ -4,9 +4,15 @@ import re
 
 import pytest
 
+from meshwright import framework as mw
 from meshwright.trainers.experiment.experiment import Experiment
 from tests.house.docs import reference_pages
-from tests.house.docs.reference_pages import GIN_FOLDERS, REFERENCE, command_of
+from tests.house.docs.reference_pages import (
+    GIN_FOLDERS,
+    MADE,
+    REFERENCE,
+    command_of,
+)
 
 TEXTS = reference_pages.pages()
 
@@ -17,10 +23,21 @@ def test_the_page_is_current(page):
 
 
 def test_no_page_is_left_over():
-    folders = {(REFERENCE / page).parent for page in TEXTS}
-    files = [file for folder in folders for file in folder.iterdir()]
-    kept = {file.relative_to(REFERENCE).as_posix() for file in files}
+    kept = {
+        file.relative_to(REFERENCE).as_posix()
+        for file in REFERENCE.rglob("*.md")
+        if file.read_text().startswith(MADE)
+    }
     assert kept == set(TEXTS)
+
+
+def test_the_page_of_names_has_each_with_its_parameters_and_a_sentence():
+    sections = TEXTS["programs/api.md"].split("\n### ")[1:]
+    assert sorted(section.split("\n")[0] for section in sections) == sorted(mw.__all__)
+    for section in sections:
+        assert re.search(r"\n```\n\n[\w`(].*[.:]\n", section), section
+    (program,) = [s for s in sections if s.startswith("compile_program\n")]
+    assert "(fn, args, mesh, *, compiler_options=None, **options)\n" in program
 
 
 def test_every_field_of_an_experiment_has_a_meaning():

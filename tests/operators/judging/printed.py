@@ -25,10 +25,22 @@ _OVER = re.compile(
 )
 
 
+_OF_A_CASE = re.compile(r"arrives|annotated|leaves|\w+: \w+ \[")
+
+
 def case_of(text: str) -> Case:
-    """The case that prints as `text`; what follows it is left out."""
+    """The case that prints as `text`; what follows it is left out.
+
+    Raises:
+      ValueError: a line cannot be read, or a sharding has another rank than its tensor.
+    """
     first, *lines = (line.strip() for line in text.strip().splitlines())
     head = _FIRST.fullmatch(first)
+    if head is None:
+        raise ValueError(
+            f"no case begins with {first!r}: the first line is NAME: EXPRESSION  on "
+            'mesh (X=2), with two spaces before "on"'
+        )
     mesh = _mesh(head["mesh"])
     flags, inputs, region = {}, {}, ()
     arrives, annotated, result, leaves, inner = [], [], [], [], []
@@ -45,12 +57,18 @@ def case_of(text: str) -> Case:
                 match["dtype"],
             )
             arrives.append(Sharding.parse(mesh, match["arrives"]))
+            if arrives[-1].rank != len(inputs[match["name"]].shape):
+                raise ValueError(
+                    f"a sharding of another rank than its tensor: {line!r}"
+                )
             annotated.append(_annotation(mesh, match["annotated"]))
         elif match := _RESULT.fullmatch(line):
             result.append(_annotation(mesh, match["annotated"]))
             leaves.append(Sharding.parse(mesh, match["leaves"]))
         elif match := _INSIDE.fullmatch(line):
             inner.append(_annotation(mesh, match["annotated"]))
+        elif _OF_A_CASE.search(line):
+            raise ValueError(f"cannot read the line {line!r} of a case")
     ranks = tuple(array.rank if array else 0 for array in inner)
     return Case(
         operator=head["operator"],

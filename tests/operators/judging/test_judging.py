@@ -23,6 +23,20 @@ GOOD = case_of(
 )
 
 
+@pytest.mark.parametrize(
+    ("printed", "wrong", "message"),
+    [
+        ("y  on", "y on", 'no case begins with .*, with two spaces before "on"'),
+        ("arrives [X,_]", "arives [X,_]", "cannot read the line 'x: float32"),
+        ("annotated [_,Y]", "anotated [_,Y]", "cannot read the line 'x: float32"),
+        ("arrives [X,_]", "arrives [X]", "another rank than its tensor: 'x: float32"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_told(printed, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        case_of(str(GOOD).replace(printed, wrong))
+
+
 def test_names_tell_operators_from_layouts():
     assert not OPERATORS.keys() & LAYOUTS.keys()
 

@@ -257,4 +257,4 @@ def test_what_is_said_of_the_data(manifest):
 )
 def test_wrong_configurations(manifest, params, message):
     with pytest.raises(ValueError, match=message):
-        StepPrograms(experiment(manifest, WHOLE, *params)).activation_dims()
+        StepPrograms(experiment(manifest, WHOLE, *params)).noted_dims()

@@ -308,4 +308,4 @@ def test_references_said_word_for_word_score_100(root, tmp_path):
 def test_wrong_configurations(root, params, message):
     with pytest.raises(ValueError, match=message):
         job = experiment(root, "dense", *params)
-        StepPrograms(job).activation_dims()
+        StepPrograms(job).noted_dims()

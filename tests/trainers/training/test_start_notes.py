@@ -4,10 +4,15 @@ import logging
 
 import pytest
 
+from meshwright.framework.modeling.layer import Context
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.trainers.training import loop
 from meshwright.trainers.training.saved_config import changes, hyperparameters
-from meshwright.trainers.training.start_notes import start_notes, warn_of_no_plan
+from meshwright.trainers.training.start_notes import (
+    start_notes,
+    warn_of_no_plan,
+    warn_of_unknown_dims,
+)
 from tests.trainers.small_run import at, small_programs
 
 CONFIG = """
@@ -51,6 +56,22 @@ def test_a_job_without_a_plan_is_warned_of_devices_that_do_nothing(caplog):
     assert record.levelno == logging.WARNING
     remedy = "one of 8 devices is used: include a plan, such as plans/data_tensor.gin"
     assert remedy in record.getMessage()
+
+
+def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
+    warn_of_unknown_dims(small_programs())
+    assert not caplog.records
+    split = Context.split
+
+    def misspelt(self, tensor, dims, *, name=None):
+        dims = ["hiden" if dim == "hidden" else dim for dim in dims]
+        return split(self, tensor, dims, name=name)
+
+    monkeypatch.setattr(Context, "split", misspelt)
+    warn_of_unknown_dims(small_programs())
+    (record,) = [r for r in caplog.records if "'hiden'" in r.getMessage()]
+    assert record.getMessage().startswith("dim 'hiden' of 'stack.")
+    assert "near it is 'hidden'" in record.getMessage()
 
 
 def test_hyperparameters_are_numbers_and_texts():

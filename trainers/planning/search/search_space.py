@@ -447,7 +447,7 @@ def dims_of(experiment: Experiment) -> tuple[set[str], set[str]]:
     weights = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
     # This dim stands for the batch within a pipeline.
     inside = {"microbatch"} if pipelines(experiment.task) else set()
-    return weights, programs.activation_dims() | inside
+    return weights, set(programs.noted_dims().noted) | inside
 
 
 def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:

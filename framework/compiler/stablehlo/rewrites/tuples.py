@@ -13,7 +13,7 @@ _ELEMENT = "stablehlo.get_tuple_element"
 def flatten_tuples(module: ir.Operation) -> None:
     """Gives custom calls a result for each element of the tuple that they return.
 
-    TF2XLA makes such calls for QR, LU and eigenvalue decompositions.
+    TF2XLA makes such calls for QR and eigenvalue decompositions.
     """
     # Listed first: elements are erased below, and erased ops have no name to read.
     calls = [op for op in walk(module) if op.name == _CUSTOM_CALL]

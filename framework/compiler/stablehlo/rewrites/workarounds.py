@@ -71,7 +71,7 @@ _DECOMPOSITION = """
 WORKAROUNDS = (
     Workaround(
         name="tuples",
-        what="Shardy does not know tuples, which custom calls of QR, LU and "
+        what="Shardy does not know tuples, which custom calls of QR and "
         "eigenvalue decompositions return; to look at such a program under GSPMD, "
         "which reads Shardy's rules, ends the process",
         repair="the calls return several results",

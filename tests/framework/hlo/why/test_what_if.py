@@ -50,8 +50,8 @@ def test_a_tensor_split_otherwise_changes_its_neighbours_and_what_is_sent():
     (origin,) = relu.after.origins
     assert origin.kind.value == "what was asked for,"
     # To be annotated again by Y it moves, which it did not before.
-    came = [one for one in difference.collectives if one.what == "came"]
-    assert any(one.at == "XlaSharding" for one in came)
+    new = [one for one in difference.collectives if one.what == "new"]
+    assert any(one.at == "XlaSharding" for one in new)
     before, after = difference.sent_bytes
     assert after > before
     assert difference.sent_seconds[1] > difference.sent_seconds[0] > 0
@@ -130,7 +130,7 @@ def test_of_two_plans_it_tells_tensors_collectives_and_annotations():
     assert (relu.before.sharding, relu.after.sharding) == ("[_,Y]", "[_,X]")
     assert "[_,Y]" in str(relu.before.origins[0])
     assert "annotation" in str(relu.after.origins[0])
-    assert {one.what for one in difference.collectives} & {"came", "grew"}
+    assert {one.what for one in difference.collectives} & {"new", "grew"}
     sent = sum(c.bytes for c in compiled(hidden="X").collectives())
     assert difference.sent_bytes[1] == pytest.approx(sent)
     assert difference.sent_seconds[0] > 0

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.explaining.provenance import Decided
-from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
+from meshwright.framework.compiler.explaining.why import COMPILED_NOTE, GSPMD_NOTE
 from meshwright.framework.compiler.program import trace_program
 from tests.framework.hlo.why.why_programs import MESH, kept, lies, traced
 
@@ -232,3 +232,26 @@ def test_axes_that_divide_an_argument_stay():
     explained = {t.kind: str(t.sharding) for t in mw.explain(program).tensors[:2]}
     lies = {t.kind: str(t.sharding) for t in program.reasons.tensors[:2]}
     assert lies == explained and set(lies.values()) == {"[data]"}
+
+
+def test_what_xla_completes_otherwise_than_propagation_is_marked():
+    """XLA removes the slice after the sort, so that other axes come first."""
+
+    def ordered(h, w):
+        h = mw.mesh_split(h, MESH, ["Y", None, "X"])
+        y = tf.einsum("bsh,hm->bsm", tf.sort(h, axis=-1), w)
+        return mw.mesh_split(y, MESH, ["X", None, None])
+
+    program = mw.compile_program(
+        ordered,
+        [tf.TensorSpec([8, 16, 256]), tf.TensorSpec([256, 64])],
+        MESH,
+        in_shardings=[None, ["Y", None]],
+    )
+    explanation = mw.explain(program, reasons=True)
+    marked = {t.op_name: t.propagated for t in explanation.tensors if t.propagated}
+    assert "XLA's: by propagation alone it is [X,_,Y]" in str(explanation)
+    answer = program.why("sort/Neg_1")
+    assert one(answer).tensor.sharding == marked["sort/Neg_1"]
+    assert str(answer).endswith(COMPILED_NOTE)
+    assert not any(t.propagated for t in explained(mw.Partitioner.SHARDY)[1].tensors)
