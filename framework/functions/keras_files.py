@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.compiler.xla.processes import check_same, do_together
+from meshwright.framework.functions.layout import note_path
 from meshwright.framework.functions.mesh_variable import silent_readers
 
 _WRITTEN_ONCE = ("save", "save_weights", "export")
@@ -24,7 +25,7 @@ def variables_of(model: Any) -> list[tf.Variable]:
     """TF's variables of a Keras model and, once it is compiled, its optimizer."""
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *getattr(optimizer, "variables", ())]
-    return [variable._value for variable in variables]  # `value` may be a cast.
+    return [note_path(variable) for variable in variables]
 
 
 def share_files(model: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import tensorflow as tf
 
+from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.hlo.divergent_branches import check_branches
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
@@ -51,6 +52,7 @@ class Written:
       out_forms: the same for the result.
       divergent: loops and branches of manual regions that not all devices run alike.
       platform: the only one that can run it, as it has fused kernels; None: any.
+      notes: why arguments and results have their forms.
     """
 
     signature: Signature
@@ -60,6 +62,7 @@ class Written:
     out_forms: Sequence[StoredForm | None]
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     platform: str | None = None
+    notes: FormNotes = dataclasses.field(default_factory=FormNotes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,9 @@ def test_the_platform_is_chosen_first_thing_in_the_process():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
-        f"{wish} devices were requested but 2 cpu devices are in use already: choose "
-        "the platform first thing in the process"
-        for wish in ("4 cpu", "some cuda")
+        f"JAX has already started with 2 cpu devices, not {wish}: call "
+        "mw.set_platform before jax.devices() and whatever else starts it"
+        for wish in ("4 of cpu", "some of cuda")
     ]
 
 
