@@ -361,8 +361,8 @@ def function(
     Args:
       fn: the function, with some tensors annotated. Without it, a decorator is made.
       mesh: the device mesh.
-      layout: by regular expression, which is searched for in a variable's name, what
-        `mesh_split` takes as `dims_mapping`. The first row that fits applies; other
+      layout: by regular expression, which is searched for in a variable's name, or in
+        its path if it is Keras's, what `mesh_split` takes as `dims_mapping`. The first row that fits applies; other
         variables are left to completion, or stay as another function keeps them. Or
         another `Layout`.
       name: for messages and profiles.

@@ -121,8 +121,9 @@ class LayoutTable(Layout):
         """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
         for pattern in self.unused(variables):
             paths = [path_of(variable) for variable in variables]
-            near = difflib.get_close_matches(pattern, paths, 1, cutoff=0.5)
-            near = f"; the nearest is {near[0]!r}" if near else ""
+            ends = {end: path for path in paths for end in (*path.split("/"), path)}
+            near = difflib.get_close_matches(pattern, ends, 1)
+            near = f"; near it is {ends[near[0]]!r}" if near else ""
             raise ValueError(
                 f"{name}: layout row {pattern!r} matches none of its {len(paths)} "
                 f"variables: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"

@@ -15,6 +15,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.jax_mesh import abstract_array
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import MESH, split
 
@@ -50,6 +51,13 @@ def test_the_platform_is_chosen_first_thing_in_the_process():
         "mw.set_platform before jax.devices() and whatever else starts it"
         for wish in ("4 of cpu", "some of cuda")
     ]
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match='no platform .gpu.: .*did you mean "cuda"'):
+        set_platform("gpu")
+    with pytest.raises(ValueError, match="no platform 'cpus': it is .* or \"tpu\"$"):
+        set_platform("cpus", 8)
 
 
 @pytest.mark.parametrize(

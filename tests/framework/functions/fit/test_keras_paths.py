@@ -1,4 +1,4 @@
-"""Rows of a layout, reports and names of arguments have Keras's paths of variables."""
+"""Rows of a layout and reports have Keras's paths, and say what decided."""
 
 import keras
 import numpy as np
@@ -133,3 +133,69 @@ def test_a_backup_goes_on_where_layers_are_split_by_their_paths(tmp_path):
     whole = mw.keras.distribute(compiled("called"), MESH, ROWS)
     whole.fit(X, Y, epochs=2, shuffle=False, verbose=0)
     assert_alike(trained(ROWS, 2), whole.get_weights())
+
+
+def two(units, layout, **how):
+    """Two layers, and the program of their train step."""
+    layers = [LAYERS.Dense(units, "relu", name="a"), LAYERS.Dense(4, name="b")]
+    model = keras.Sequential([keras.Input((12,)), *layers], name="tiny")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    mw.keras.distribute(model, how.pop("mesh", MESH), layout, **how)
+    return model, mw.keras.program(model, X, Y)
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_an_axis_is_traced_to_the_row_that_gives_it(partitioner):
+    rows = {"a/kernel": [None, "model"]}
+    _, program = two(32, rows, partitioner=partitioner)
+    row = "from argument 0.tiny/a/kernel [_,model], by row 'a/kernel' of the layout"
+    assert row in str(program.why("argument 0.tiny/a/kernel"))
+    inferred = str(program.why("argument 0.tiny/b/kernel"))
+    assert f"model on dim 0 is {row}\n" in inferred and "Relu (" in inferred
+    tensors = {t.op_name: t for t in mw.explain(program, reasons=True).tensors}
+    assert tensors["0.tiny/a/kernel"].annotated
+    assert not tensors["0.tiny/b/kernel"].annotated
+    assert row in str(tensors["0.tiny/b/kernel"].provenances[0])
+
+
+def test_what_an_axis_does_not_divide_is_told(caplog):
+    model, program = two(30, "tensor")
+    why = '"tensor" would split dim 1 by model, but 4 does not divide 30; change the'
+    assert why in str(program.why("argument 0.tiny/a/kernel"))
+    assert why in str(mw.explain(program)).replace("\n          ", " ")
+    assert f"not split are 2, such as tiny/a/kernel: {why}" in caplog.text
+    model.fit(X, Y, verbose=0)
+    assert caplog.text.count("such as tiny/a/kernel") == 1
+    two(30, {"a/kernel": [None, "model"]})
+    padded = "tiny/a/kernel (12, 30) to (12, 32)"
+    assert f"padded, as the axes do not divide them: {padded}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "why"),
+    [
+        ("data", "a/kernel", 'the layout "data" splits no weights'),
+        ("fsdp", "b/bias", '"fsdp" splits no dim shorter than 8, the number of its'),
+        ("tensor", "b/bias", '"tensor" splits no dim of it'),
+        ({"a/kernel": [None, "model"]}, "b/bias", "no row of the layout is for it"),
+    ],
+    ids=["data", "fsdp", "tensor", "table"],
+)
+def test_what_a_layout_leaves_has_a_reason(layout, name, why):
+    _, program = two(32, layout, weight_update_sharding="off")
+    assert why in str(program.why(f"argument 0.tiny/{name}"))
+
+
+def test_idle_devices_are_told(caplog):
+    two(32, "data", mesh=mw.DeviceMesh(("data",), (4,)))
+    assert "the mesh (data=4) has 4 of 8 devices; the others are idle" in caplog.text
+
+
+def test_a_step_is_planned_for_devices_that_are_not_here():
+    pytest.importorskip("libtpu")
+    plan = mw.keras.plan(compiled("called"), MESH, ROWS, topology="v5e:2x4", x=X, y=Y)
+    assert 0 < plan.memory < 2**20 < plan.memory_limit
+    assert 0 < plan.time.seconds < 1
+    assert "step, estimated:" in str(plan) and "all-reduce along" in str(plan)
+    with pytest.raises(ValueError, match=r"'v5e:4x4' has 16 devices, but the mesh"):
+        mw.keras.plan(compiled("called"), MESH, topology="v5e:4x4", x=X, y=Y)
