@@ -362,9 +362,9 @@ def function(
       fn: the function, with some tensors annotated. Without it, a decorator is made.
       mesh: the device mesh.
       layout: by regular expression, which is searched for in a variable's name, or in
-        its path if it is Keras's, what `mesh_split` takes as `dims_mapping`. The first row that fits applies; other
-        variables are left to completion, or stay as another function keeps them. Or
-        another `Layout`.
+        its path if it is Keras's, what `mesh_split` takes as `dims_mapping`. The first
+        row that fits applies; other variables are left to completion, or stay as
+        another function keeps them. Or another `Layout`.
       name: for messages and profiles.
       **options: of `trace_program`: `partitioner`, `update_sharding`, `strict`,
         `check_types`, `devices`, `in_child`.

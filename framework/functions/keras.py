@@ -249,11 +249,12 @@ def distribute(
       mesh: the device mesh.
       layout: "data": all weights replicated; "fsdp": each weight and its optimizer
         state split along `data_axes`; "tensor": weights of attention, feed-forward
-        layers and embeddings split along the mesh's last axis; or a table from regular expressions, searched for in variables' paths, to the
-        mesh axes of each dim: a dict, as `meshwright.function` takes it, or Keras's
-        LayoutMap. Variables without a row are left to completion. Or a plan of this
-        mesh, by the names of weights' dims: "tensor" for the dim that "tensor"
-        splits, "fsdp" for the largest other one, "other" for the rest.
+        layers and embeddings split along the mesh's last axis; or a table from regular
+        expressions, searched for in variables' paths, to the mesh axes of each dim: a
+        dict, as `meshwright.function` takes it, or Keras's LayoutMap. Variables without
+        a row are left to completion. Or a plan of this mesh, by the names of weights'
+        dims: "tensor" for the dim that the layout "tensor" splits, "fsdp" for the
+        largest other one, "other" for the rest.
       data_axes: the mesh axes, or the axis, that split a batch; by default all for
         "data" and "fsdp", all but the last for "tensor", the first for a table, and of
         a plan those of the activations' "batch".

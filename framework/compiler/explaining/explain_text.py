@@ -83,9 +83,9 @@ def explanation_text(
         *_summary(explanation),
         *_what_is_shown(len(tensors), match, at_least, axis),
         "",
+        *([] if is_filtered and not replicated else _replicated(replicated)),
         *_tensors(tensors),
         *([] if is_filtered else _elsewhere(explanation.elsewhere)),
-        *([] if is_filtered and not replicated else _replicated(replicated)),
         *([] if is_filtered and not gathered else _rematerialized(gathered)),
         *_repaired(repairs),
     ]
