@@ -7,6 +7,8 @@ import functools
 import gc
 import inspect
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -46,7 +48,7 @@ def _replace(model: Any, name: str) -> None:
     @functools.wraps(method)
     def together(*args: Any, **kwargs: Any) -> None:
         is_export = name == "export"
-        with silent_readers() if is_export else contextlib.nullcontext():
+        with silent_readers() if is_export else _without_values():
             _together(
                 model,
                 f"{name} of {model.name}",
@@ -55,6 +57,18 @@ def _replace(model: Any, name: str) -> None:
             )
 
     setattr(model, name, together)
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Leaves the values of a variable out of Keras's message on its shape."""
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r", value=[^<>]*>", ">", str(error))
+        if text == str(error):
+            raise
+        raise ValueError(text) from None
 
 
 def _together(model: Any, what: str, do: Any, *, by_first: bool) -> None:

@@ -340,7 +340,7 @@ def test_a_plan_that_does_not_fit_is_refused(changes, message):
         (
             {"adam.*v": ["data"]},
             {},
-            "'adam.*v' matches none .* of slots call comp",
+            "'adam.*v' matches none .* slots call compile",
         ),
         (
             {"*kernel": ["data"]},
