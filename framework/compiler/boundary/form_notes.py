@@ -28,6 +28,17 @@ class FormNotes:
         """Whether completion, and no later pass, chose the form of a carried leaf."""
         return number in self.completed and form is not None and form.split is None
 
+    def giver(self, kind: Kind, number: int, form: StoredForm | None) -> str:
+        """What gave an argument or a result its form, such as a row of a layout.
+
+        "" if completion did, or another program, or nothing is known.
+        """
+        if form is None or form.kept_from or self.is_completed(number, form):
+            return ""
+        return (
+            self.text(kind, number) if form.split is None else "weight-update sharding"
+        )
+
     def text(self, kind: Kind, number: int) -> str:
         """Of an argument or a result, by its number; "" if nothing is known."""
         is_noted = kind is Kind.ARGUMENT or number < self.carried

@@ -331,7 +331,9 @@ def _leaves(
                 dtype=_hlo_dtype(spec.dtype),
                 sharding=sharding,
                 annotated=is_given and not kept_from,
-                note=notes.text(kind, number),
+                note=notes.text(kind, number)
+                if _is_replicated(sharding)
+                else notes.giver(kind, number, form),
                 kept_from=kept_from,
                 logical_shape=None if not form or form.is_logical else form.shape,
                 why_replicated=why if _is_replicated(sharding) else None,

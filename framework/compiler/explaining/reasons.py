@@ -331,10 +331,9 @@ class Reasons:
         return at is not None and self._is_settled(*at)
 
     def _is_settled(self, kind: Kind, number: int) -> bool:
-        written = self.written
-        forms = written.in_forms if kind is Kind.ARGUMENT else written.out_forms
         is_fixed = self._borders[kind][number] is not None
-        return is_fixed and written.notes.is_completed(number, forms[number])
+        form = self.written.form(kind, number)
+        return is_fixed and self.written.notes.is_completed(number, form)
 
     @functools.cached_property
     def _unsettled(self) -> Reasons:
@@ -490,7 +489,7 @@ class Reasons:
             line=0,
             sharding=self._borders[kind][number],
             kept_from=self.kept_from(place),
-            note=self.written.notes.text(kind, number),
+            note=self.written.giver(kind, number),
         )
 
     def _asked(self, place: ir.Value) -> Sharding:

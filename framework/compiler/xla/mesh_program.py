@@ -25,6 +25,7 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
 )
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.lower import Signature
+from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.child import ChildEnded
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
@@ -63,6 +64,14 @@ class Written:
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     platform: str | None = None
     notes: FormNotes = dataclasses.field(default_factory=FormNotes)
+
+    def form(self, kind: Kind, number: int) -> StoredForm | None:
+        """The stored form of an argument or a result."""
+        return (self.in_forms if kind is Kind.ARGUMENT else self.out_forms)[number]
+
+    def giver(self, kind: Kind, number: int) -> str:
+        """See `FormNotes.giver`."""
+        return self.notes.giver(kind, number, self.form(kind, number))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
