@@ -21,6 +21,7 @@ from meshwright.framework.compiler.boundary.borders import (
     stored_forms,
     stored_spec,
 )
+from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.why import Answer, why
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
@@ -91,14 +92,13 @@ class Program:
         self.partitioner = target.partitioner
         # The devices of a topology are not here.
         self.can_run = target.devices is None
-        self.repairs = results.repairs
-        self.updates = results.updates
+        self.repairs, self.updates = results.repairs, results.updates
         written = results.written
         self._written, self._plain = written, results.plain
         self._signature = written.signature
         self._compiled = compiled
-        self._in_forms = written.in_forms
-        self.out_forms = written.out_forms
+        self._in_forms, self.out_forms = written.in_forms, written.out_forms
+        self.notes = written.notes
         self.arguments = Arguments(
             self.name,
             self.inputs,
@@ -331,6 +331,7 @@ class TraceOptions(FunctionOptions, total=False):
     name: str | None
     carried: int
     variables: Sequence[tf.Variable]
+    notes: FormNotes | None
     unreduced_gradient_axes: Sequence[str]
 
 
@@ -374,6 +375,7 @@ def trace_program(
     devices: Sequence[jax.Device] | None = None,
     carried: int = 0,
     variables: Sequence[tf.Variable] = (),
+    notes: FormNotes | None = None,
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
     check_types: bool = False,
@@ -400,6 +402,7 @@ def trace_program(
       carried: how many leaves are state: the first of the arguments, and in their place
         the first of the result. Where completion decides, both get the same sharding.
       variables: those that the function may capture: it assigns each before reading it.
+      notes: why arguments were given their shardings, or none, for reports.
       update_sharding: which weight updates to shard. State then has other stored forms,
         `TracedProgram.forms`.
       strict: refuse a program in which an op that XLA's partitioner would get wrong is
@@ -472,7 +475,7 @@ def trace_program(
         donate=flat_numbers(args, donate),
         in_child=in_child,
     )
-    module = Module(lowered, mesh, in_forms=in_forms, out_forms=out_forms)
+    module = Module(lowered, mesh, in_forms=in_forms, out_forms=out_forms, notes=notes)
     results = run_passes(
         module,
         target,

@@ -17,6 +17,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework.composite_tensor import CompositeTensor
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.lowering.captures import captured_as
 from meshwright.framework.compiler.lowering.errors import LoweringError, no_elements
 from meshwright.framework.compiler.program import (
@@ -89,17 +90,15 @@ class MeshFunction:
         mesh: DeviceMesh,
         *,
         layout: Layout,
-        is_own_table: bool,
         name: str,
         options: Mapping[str, Any],
     ):
-        """See `function`; `is_own_table`: each row of `layout` is for it."""
+        """See `function`."""
         functools.update_wrapper(self, fn, updated=())
         self.mesh = mesh
         self.name = name
         self._fn = fn
         self._layout = layout
-        self._is_own_table = is_own_table
         self._options = options
         self._compiled: dict[Hashable, _Compiled] = {}
 
@@ -204,8 +203,7 @@ class MeshFunction:
     def _compile(self, traced: Traced) -> _Compiled:
         variables = traced.variables
         _check_shapes(variables, self.name)
-        if self._is_own_table:
-            self._layout.check(variables, self.name)
+        self._layout.check(variables, self.name)
         note_readers(variables)
 
         def pure(state, read, constants, tensors):
@@ -225,6 +223,8 @@ class MeshFunction:
         state, read = traced.by_path(specs)
         state_forms, read_forms = traced.by_path([*map(self._form, variables)])
         constants = [tf.TensorSpec(c.shape, c.dtype) for c in traced.constants]
+        reasons = [self._layout.reason(v, self.mesh) for v in variables]
+        notes = FormNotes(texts=reasons, carried=len(traced.written))
 
         def compiled(**options):
             return trace_program(
@@ -237,11 +237,13 @@ class MeshFunction:
                 name=self.name,
                 carried=len(traced.written),
                 variables=[*variables, *traced.checks.variables],
+                notes=notes,
                 **options,
             ).compile()
 
         with host_shapes(variables):
             program = self._sharding_updates(compiled)
+        self._layout.report(variables, program.arguments.forms)
         check_constants(self.name, traced.constants)
         first = len(variables)
         placed = [
@@ -359,10 +361,10 @@ def function(
     Args:
       fn: the function, with some tensors annotated. Without it, a decorator is made.
       mesh: the device mesh.
-      layout: by regular expression, which is searched for in a variable's name, what
-        `mesh_split` takes as `dims_mapping`. The first row that fits applies; other
-        variables are left to completion, or stay as another function keeps them. Or
-        another `Layout`.
+      layout: by regular expression, which is searched for in a variable's name, or in
+        its path if it is Keras's, what `mesh_split` takes as `dims_mapping`. The first
+        row that fits applies; other variables are left to completion, or stay as
+        another function keeps them. Or another `Layout`.
       name: for messages and profiles.
       **options: of `trace_program`: `partitioner`, `update_sharding`, `strict`,
         `check_types`, `devices`, `in_child`.
@@ -386,22 +388,24 @@ def function(
             f"{name}: function has no option {option!r}; it has {', '.join(_OPTIONS)}"
         )
     check_mesh(mesh, name)
-    is_table = layout is None or isinstance(layout, Mapping)
-    if is_table:
+    if layout is None or isinstance(layout, Mapping):
         layout = LayoutTable(layout or {})
-    if not hasattr(layout, "sharding_of"):
+    if not isinstance(layout, Layout):
         raise TypeError(
             f"{name}: the layout is {layout!r}; pass a table from regular expressions "
             "to the mesh axes of each dim, such as {'kernel$': [None, 'model']}"
         )
-    return MeshFunction(
-        fn, mesh, layout=layout, is_own_table=is_table, name=name, options=options
-    )
+    return MeshFunction(fn, mesh, layout=layout, name=name, options=options)
 
 
 def check_mesh(mesh: Any, name: str) -> None:
     """Raises TypeError if the mesh of a function or model is none."""
     if not isinstance(mesh, DeviceMesh):
+        if type(mesh).__module__.startswith("keras") and hasattr(mesh, "axis_names"):
+            raise TypeError(
+                f"{name}: the mesh is a keras.distribution.DeviceMesh; pass "
+                f"mw.DeviceMesh({tuple(mesh.axis_names)}, {tuple(mesh.shape)})"
+            )
         raise TypeError(
             f"{name}: the mesh is {mesh!r}; pass a DeviceMesh, such as "
             'DeviceMesh(("data", "model"), (2, 4))'

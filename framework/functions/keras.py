@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
+import jax
 import tensorflow as tf
+from absl import logging
 
 from meshwright.framework.compiler.program import FunctionOptions, Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
@@ -22,6 +25,7 @@ from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSha
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child
+from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.functions.function import (
     MeshFunction,
     check_mesh,
@@ -32,20 +36,26 @@ from meshwright.framework.functions.keras_files import (
     share_files,
     variables_of,
 )
+from meshwright.framework.functions.keras_layouts import (
+    Planned,
+    StepLayout,
+    TensorParallel,
+)
+from meshwright.framework.functions.keras_plan import FitPlan, check_topology
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
     LayoutTable,
     Replicated,
 )
-from meshwright.framework.functions.tensor_parallel import Planned, TensorParallel
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 
-__all__ = ["backup", "distribute", "program"]
+__all__ = ["backup", "distribute", "plan", "program"]
 
 _FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+_SLOT = "momentum|velocity|accumulator|average|^.?(adam|sgd|rmsprop|ada|nadam|lion)"
 _LAYOUTS = ("data", "fsdp", "tensor")
 _OPTIONS = (
     "data_axes",
@@ -112,16 +122,12 @@ class _Distributed:
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
             data = tf.nest.pack_sequence_as(data, list(leaves))
-            results = getattr(self.model, method)(data)
-            if method == "train_step" and isinstance(self.layout, LayoutTable):
-                # Now all is built.
-                self.layout.check(variables_of(self.model), self.model.name)
-            return results
+            return getattr(self.model, method)(data)
 
         return function(
             step,
             self.mesh,
-            layout=self.layout,
+            layout=StepLayout(self.layout, self.model, self.mesh, method),
             name=method,
             update_sharding=self.updates if method == "train_step" else None,
             **self.options,
@@ -135,12 +141,18 @@ class _Distributed:
         name, devices = self.model.name, self.options.get("devices")
         self._check_runs_compiled()
         jax_mesh(self.mesh, devices)
+        if devices is None and self.mesh.size < jax.device_count():
+            logging.warning(
+                "%s: the mesh (%s) has %d of %d devices; the others are idle",
+                *(name, self.mesh, self.mesh.size, jax.device_count()),
+            )
         Partitioner(self.options.get("partitioner", Partitioner.SHARDY))
         if self.options.get("in_child"):
             check_child(name, devices)
         if isinstance(self.layout, LayoutTable):
             self.layout.check_axes(self.mesh, name)
-        if not self.model.built:
+        # `build` of a subclass may leave its layers without variables.
+        if not all(layer.built for layer in self.model._flatten_layers()):
             return
         layout = dataclasses.replace(self.layout)  # Layers may be added before `fit`.
         hint = self._find_slots(layout) if isinstance(layout, LayoutTable) else ""
@@ -158,7 +170,12 @@ class _Distributed:
         """
         model = self.model
         if not model.compiled:
-            return "; rows for slots of an optimizer want compile() before distribute()"
+            rows = layout.unused(variables_of(model))
+            if any(re.search(_SLOT, row) for row in rows):
+                return (
+                    "; for rows of optimizer slots call compile() before distribute()"
+                )
+            return ""
         is_built = getattr(model.optimizer, "built", True)
         if not is_built and layout.unused(variables_of(model)):
             model.optimizer.build(model.trainable_variables)
@@ -217,7 +234,7 @@ def distribute(
     mesh: DeviceMesh,
     layout: str | Mapping[str, Any] | ShardingPlan = "data",
     *,
-    data_axes: Sequence[str] | None = None,
+    data_axes: str | Sequence[str] | None = None,
     weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO,
     **options: Unpack[FunctionOptions],
 ) -> Any:
@@ -232,19 +249,20 @@ def distribute(
       mesh: the device mesh.
       layout: "data": all weights replicated; "fsdp": each weight and its optimizer
         state split along `data_axes`; "tensor": weights of attention, feed-forward
-        layers and embeddings split along the mesh's last axis, see `TensorParallel`;
-        or a table from regular expressions, searched for in variables' paths, to the
-        mesh axes of each dim: a dict, as `meshwright.function` takes it, or Keras's
-        LayoutMap. Variables without a row are left to completion. Or a plan of this
-        mesh, by the names "tensor", "fsdp" and "other" of weights' dims, see
-        `names_of_dims`.
-      data_axes: the mesh axes that split a batch; by default all for "data" and "fsdp",
-        all but the last for "tensor", the first for a table, and of a plan those of
-        the activations' "batch".
+        layers and embeddings split along the mesh's last axis; or a table from regular
+        expressions, searched for in variables' paths, to the mesh axes of each dim: a
+        dict, as `meshwright.function` takes it, or Keras's LayoutMap. Variables without
+        a row are left to completion. Or a plan of this mesh, by the names of weights'
+        dims: "tensor" for the dim that the layout "tensor" splits, "fsdp" for the
+        largest other one, "other" for the rest.
+      data_axes: the mesh axes, or the axis, that split a batch; by default all for
+        "data" and "fsdp", all but the last for "tensor", the first for a table, and of
+        a plan those of the activations' "batch".
       weight_update_sharding: "auto", "off" or "all": which weight updates, that the
         data axes would repeat, are divided among the devices, with the optimizer state
         that goes with them; see docs/explanations/weight_updates.md.
-      **options: of `meshwright.function`, but for `update_sharding`.
+      **options: `partitioner`, `strict`, `check_types`, `devices`, `in_child`, as of
+        `meshwright.function`.
 
     Returns:
       The model.
@@ -259,9 +277,8 @@ def distribute(
     _check_model(model)
     _check_options(model, options)
     check_mesh(mesh, model.name)
-    axes = tuple(data_axes or _data_axes(layout, mesh))
-    is_twice = len(set(axes)) < len(axes)
-    if isinstance(data_axes, str) or is_twice or not set(axes) <= {*mesh.axis_names}:
+    axes = as_axes(data_axes) or tuple(_data_axes(layout, mesh))
+    if len(set(axes)) < len(axes) or not set(axes) <= {*mesh.axis_names}:
         raise ValueError(
             f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
             f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
@@ -329,6 +346,44 @@ def program(
     if data is None:
         raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
     return model.train_function.step.program(*_batch(data, iterator.element_spec))
+
+
+def plan(
+    model: Any,
+    mesh: DeviceMesh,
+    layout: str | Mapping[str, Any] | ShardingPlan = "data",
+    *,
+    topology: str,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> FitPlan:
+    """Memory, time and collectives of a step of `fit` on machines that are not here.
+
+    The model may have its own `train_step`. Nothing is trained. After it the model is
+    on the topology's devices: call `distribute` to train it here.
+
+    Args:
+      model: a Keras model that is compiled.
+      mesh, layout: as of `distribute`; the mesh has as many devices as the topology.
+      topology: such as "v5e:2x4" or "h100:8", see `topology_devices`.
+      x, y, batch_size: as of `fit`; of the data a batch is read.
+      **options: of `distribute`, but for `devices`.
+
+    Raises:
+      ValueError: see `distribute` and `program`; an unknown topology, or of another
+        size than the mesh.
+      ImportError: libtpu, or for GPUs JAX's CUDA plugin, is not installed.
+      OutOfMemoryError: the step does not fit into a device's memory.
+      LoweringError: see `compile_program`.
+    """
+    check_mesh(mesh, getattr(model, "name", "plan"))
+    check_topology(topology, mesh)
+    devices = topology_devices(topology)
+    distribute(model, mesh, layout, devices=devices, **options)
+    step = program(model, x, y, batch_size=batch_size)
+    return FitPlan(topology=topology, program=step)
 
 
 def _check_model(model: Any) -> None:
@@ -405,9 +460,9 @@ def _layout(
         return LayoutTable(rows)
     hint = did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
     raise ValueError(
-        f"{model.name}: the layout is {layout!r}{hint.rstrip('?')}; pass 'data', "
-        "'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions to the "
-        "mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
+        f"{model.name}: the layout is {layout!r}{hint + ' Pass' if hint else '; pass'} "
+        "'data', 'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions "
+        "to the mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
     )
 
 

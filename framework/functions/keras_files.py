@@ -7,6 +7,8 @@ import functools
 import gc
 import inspect
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.compiler.xla.processes import check_same, do_together
+from meshwright.framework.functions.layout import note_path
 from meshwright.framework.functions.mesh_variable import silent_readers
 
 _WRITTEN_ONCE = ("save", "save_weights", "export")
@@ -24,7 +27,7 @@ def variables_of(model: Any) -> list[tf.Variable]:
     """TF's variables of a Keras model and, once it is compiled, its optimizer."""
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *getattr(optimizer, "variables", ())]
-    return [variable._value for variable in variables]  # `value` may be a cast.
+    return [note_path(variable) for variable in variables]
 
 
 def share_files(model: Any) -> None:
@@ -45,7 +48,7 @@ def _replace(model: Any, name: str) -> None:
     @functools.wraps(method)
     def together(*args: Any, **kwargs: Any) -> None:
         is_export = name == "export"
-        with silent_readers() if is_export else contextlib.nullcontext():
+        with silent_readers() if is_export else _without_values():
             _together(
                 model,
                 f"{name} of {model.name}",
@@ -54,6 +57,18 @@ def _replace(model: Any, name: str) -> None:
             )
 
     setattr(model, name, together)
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Leaves the values of a variable out of Keras's message on its shape."""
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r", value=[^<>]*>", ">", str(error))
+        if text == str(error):
+            raise
+        raise ValueError(text) from None
 
 
 def _together(model: Any, what: str, do: Any, *, by_first: bool) -> None:

@@ -3,30 +3,75 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import gc
+import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+from meshwright.framework.sizes import bytes_text
+
+_PATH = "_meshwright_path"
 
 
 def path_of(variable: tf.Variable) -> str:
     """The name of a variable as layouts, messages and reports have it."""
-    return variable.name.removesuffix(":0")
+    return vars(variable).get(_PATH) or variable.name.removesuffix(":0")
 
 
-class Layout(Protocol):
+def note_path(variable: Any) -> tf.Variable:
+    """TF's variable of a Keras variable, whose path is its name from now on.
+
+    TF's own name lacks layers: it is `model/kernel` for each `Dense` of a subclass.
+    """
+    value = variable._value  # `value` may be a cast.
+    vars(value)[_PATH] = variable.path
+    return value
+
+
+def note_keras_paths() -> None:
+    """Notes the paths of all variables of Keras, those that no model tracks too."""
+    kind = getattr(sys.modules.get("keras"), "Variable", None)
+    for thing in gc.get_objects() if kind is not None else ():
+        is_variable = issubclass(type(thing), kind)
+        if is_variable and isinstance(getattr(thing, "_value", None), tf.Variable):
+            note_path(thing)
+
+
+class Layout:
     """Which mesh axes split which variables."""
 
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
         """The sharding of a variable; None where completion decides."""
+        raise NotImplementedError
+
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """For reports: which row splits it, or why none does; "" if none has to."""
+        return self.missed(variable, mesh)
+
+    def missed(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """Why it is not split though it is of a kind that is; "" if it is not."""
+        del variable, mesh
+        return ""
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Raises ValueError if it does not fit the variables of the program `name`."""
+
+    def report(
+        self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
+    ) -> None:
+        """Is given the forms in which a compiled program keeps the variables."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LayoutTable:
+class LayoutTable(Layout):
     """A table from names of variables to the mesh axes that split their dims.
 
     Args:
@@ -45,7 +90,12 @@ class LayoutTable:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{row}: {error} in the regular expression") from None
+                hint = ""
+                if pattern.startswith(("*", "?")):
+                    hint = f": it is no glob, pass {'.' + pattern!r}"
+                raise ValueError(
+                    f"{row}: {error} in the regular expression{hint}"
+                ) from None
             if isinstance(dims, str) or not isinstance(dims, Sequence):
                 raise ValueError(
                     f"{row} is no list: name the mesh axis of each dim, None for a dim "
@@ -71,10 +121,13 @@ class LayoutTable:
         """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
         for pattern in self.unused(variables):
             paths = [path_of(variable) for variable in variables]
+            ends = {end: path for path in paths for end in (*path.split("/"), path)}
+            near = difflib.get_close_matches(pattern, ends, 1)
+            near = f"; near it is {ends[near[0]]!r}" if near else ""
             raise ValueError(
-                f"{name}: row {pattern!r} of the layout is in the name of none of "
-                f"its {len(paths)} variables: {', '.join(paths[:8])}"
-                f"{', ...' if len(paths) > 8 else ''}{hint}"
+                f"{name}: layout row {pattern!r} matches none of its {len(paths)} "
+                f"variables: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+                f"{near}{hint}"
             )
 
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
@@ -85,8 +138,15 @@ class LayoutTable:
         """
         for pattern, dims in self.rows.items():
             if re.search(pattern, path_of(variable)):
+                rank = variable.shape.rank
+                if len(dims) != rank:
+                    raise ValueError(
+                        f"layout row {pattern!r} has {len(dims)} entries, and matches "
+                        f"{path_of(variable)!r}, which has {rank} dims: narrow the "
+                        "expression, or put a row for that variable before it"
+                    )
                 try:
-                    return Sharding.from_dims_mapping(mesh, dims, variable.shape.rank)
+                    return Sharding.from_dims_mapping(mesh, dims, rank)
                 except ValueError as error:
                     raise ValueError(
                         f"layout row {pattern!r} for variable {path_of(variable)!r} of "
@@ -94,18 +154,31 @@ class LayoutTable:
                     ) from None
         return None
 
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """The row that is for it."""
+        del mesh
+        path = path_of(variable)
+        row = next((p for p in self.rows if re.search(p, path)), None)
+        nothing = "no row of the layout is for it" if self.rows else ""
+        return nothing if row is None else f"row {row!r} of the layout"
+
 
 @dataclasses.dataclass(frozen=True)
-class Replicated:
+class Replicated(Layout):
     """Each device holds each variable."""
 
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding:
         """Splits no dim."""
         return Sharding.replicated(mesh, variable.shape.rank)
 
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """That it is not split."""
+        del variable, mesh
+        return 'the layout "data" splits no weights'
+
 
 @dataclasses.dataclass(frozen=True)
-class FullySharded:
+class FullySharded(Layout):
     """Each variable is split along its largest dim, and gathered where it is used.
 
     Args:
@@ -123,3 +196,56 @@ class FullySharded:
             divided = [size for size in shape if size % count == 0]
             dims[shape.index(max(divided, default=largest))] = tuple(self.axes)
         return Sharding(mesh, tuple(dims))
+
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """Why it is not split."""
+        largest, count = max(variable.shape, default=1), mesh.axes_size(self.axes)
+        if largest >= count:
+            return ""
+        return f'"fsdp" splits no dim shorter than {count}, the number of its devices'
+
+
+def layout_notes(
+    layout: Layout,
+    mesh: DeviceMesh,
+    variables: Sequence[tf.Variable],
+    forms: Sequence[StoredForm | None],
+) -> tuple[str, bool]:
+    """What a layout does to the variables of a program, in a line.
+
+    Args:
+      layout: of the variables.
+      mesh: the device mesh.
+      variables: the program's.
+      forms: of the variables, in order; None: completion decides.
+
+    Returns:
+      The line, and whether the layout did not do something that it is to do.
+    """
+    total = held = alike = count = 0
+    padded = []
+    for variable, form in zip(variables, forms, strict=False):
+        size = variable.shape.num_elements() * variable.dtype.size
+        split = form.border.splits() if form else ()
+        share = size // math.prod(split)
+        total, held = total + size, held + share
+        if share == size:
+            alike, count = alike + size, count + 1
+        if form and form.combined is None and not form.is_logical:
+            padded.append(f"{path_of(variable)} {form.shape} to {form.stored_shape}")
+    why = {path_of(v): layout.missed(v, mesh) for v in variables}
+    missed = [f"{path}: {text}" for path, text in why.items() if text]
+    line = (
+        f"each of {mesh.size} devices holds {bytes_text(held)} of {bytes_text(total)} "
+        f"of variables; replicated are {count} of {len(variables)}, {bytes_text(alike)}"
+    )
+    if padded:
+        line += f"; padded, as the axes do not divide them: {_first(padded)}"
+    if missed:
+        line += f"; not split are {len(missed)}, such as {missed[0]}"
+    return line, bool(padded or missed)
+
+
+def _first(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return ", ".join(texts[:4]) + more

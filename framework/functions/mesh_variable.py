@@ -25,6 +25,7 @@ from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import check_same, to_host
+from meshwright.framework.functions.layout import path_of
 from meshwright.framework.sharding.stored_form import StoredForm
 
 LOCK = threading.RLock()
@@ -113,7 +114,7 @@ class MeshValue:
                 variable = self.variable()
                 if self.is_lost:
                     raise RuntimeError(
-                        f"the value of variable {variable.name!r} was lost when a "
+                        f"the value of variable {path_of(variable)!r} was lost when a "
                         "program that writes it failed: assign it, load weights or "
                         "restore a checkpoint"
                     )
@@ -121,10 +122,11 @@ class MeshValue:
                 self._copy_to_host()
                 if was_written:
                     raise RuntimeError(
-                        f"variable {variable.name!r} was written through a handle that "
-                        "was taken before a program ran on a mesh, and that value is "
-                        "lost: take variable.handle anew after each call of a program. "
-                        "The variable has the value that the last program gave it"
+                        f"variable {path_of(variable)!r} was written through a handle "
+                        "that was taken before a program ran on a mesh, and that value "
+                        "is lost: take variable.handle anew after each call of a "
+                        "program. The variable has the value that the last program "
+                        "gave it"
                     )
 
     @property
@@ -165,7 +167,7 @@ class MeshValue:
 
     def _logical_value(self) -> np.ndarray:
         if not self._is_here:
-            check_same(f"reading variable {self.variable().name!r}", {})
+            check_same(f"reading variable {path_of(self.variable())!r}", {})
         value = to_host(self.array)
         return value if self.form is None else self.form.unpad(value)
 
@@ -247,7 +249,7 @@ def _on_mesh_class(kind: type) -> type:
         value = self.__dict__[_VALUE]
         if tf.executing_eagerly():
             if value.is_lost:  # What restores a checkpoint asks for the handle.
-                logging.error("variable %r is used after it was lost", self.name)
+                logging.error("variable %r is used after it was lost", path_of(self))
                 value.begin_anew()
             value.to_host()
             value.on_mesh = False  # An op may write through the handle.
@@ -343,7 +345,7 @@ def _note_reader(value: MeshValue, graph) -> None:
             "the mesh: their values are copied to the host after each call of a "
             "program. Make it a meshwright function too",
             name,
-            value.variable().name,
+            path_of(value.variable()),
         )
     _TOLD.add(graph)
     value.told.add(kind)

@@ -34,7 +34,7 @@ from meshwright.framework.compiler.lowering.errors import (
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.assertions import Checks
-from meshwright.framework.functions.layout import path_of
+from meshwright.framework.functions.layout import note_keras_paths, path_of
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
 from meshwright.framework.sharding.vectorize import our_rules
 
@@ -147,6 +147,7 @@ def trace(
         concrete,
         [p for p, leaf in zip(paths, leaves, strict=True) if _is_spec(leaf)],
     )
+    note_keras_paths()
     written, read = _variables_of(concrete.graph)
     captured = [outside for outside, _ in concrete.graph.captures]
     constants = [

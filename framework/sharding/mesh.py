@@ -112,6 +112,12 @@ class DeviceMesh:
         """Devices along several axes together; 1 for none."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
+    def dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        """As many of the axes, from the first, as together divide a size."""
+        while size % self.axes_size(axes):
+            axes = axes[:-1]
+        return axes
+
     def name(self, part: SubAxis) -> str:
         """The name of `part`: `Y:(2)4`, or just `Y` for an entire axis."""
         return part.axis if part.size == self.axis_size(part.axis) else str(part)

@@ -18,7 +18,7 @@ from keras.src import backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.initializers.random_initializers import RandomInitializer
 
-from meshwright.framework.functions.tensor_parallel import (
+from meshwright.framework.functions.keras_layouts import (
     names_of_dims,
     split_weights,
 )
@@ -373,7 +373,8 @@ def _check_model(model: Any) -> None:
         if not is_of_keras(type(model), step):
             raise ValueError(
                 f"{model.name} has its own {step}, which only fit calls: train it by "
-                "meshwright.framework.keras.distribute and fit, or write a Task"
+                "mw.keras.distribute and fit, and plan it by mw.keras.plan; or write a "
+                "Task"
             )
 
 

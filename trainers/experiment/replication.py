@@ -97,7 +97,7 @@ def replicated_activations(explanation: Explanation) -> list[ReplicatedTensor]:
             shape=tensor.shape,
             dtype=tensor.dtype,
             bytes=tensor.bytes,
-            why=tensor.why_replicated.value,
+            why=tensor.why_text,
         )
         for tensor in explanation.replicated()
         if tensor.kind is Kind.INSIDE

@@ -84,6 +84,8 @@ def _decided(
     is_constraint = isinstance(place, ir.Value) and (
         not isinstance(place.owner, ir.Block) and place.owner.name == CONSTRAINT
     )
+    if not is_constraint and reasons.was_left(place):
+        return _by_size(reasons, place, axis, dim) or Decided.EARLIER
     if is_constraint or reasons.border(place) is not None:
         return Decided.KEPT if reasons.kept_from(place) else Decided.ANNOTATED
     if winner is not None:
@@ -93,7 +95,10 @@ def _decided(
         return Decided.EARLIER if earlier else Decided.AT_OP
     if reasons.is_fixed(place, dim):
         return Decided.ANNOTATED
+    return _by_size(reasons, place, axis, dim) or Decided.AT_OP
+
+
+def _by_size(reasons: Reasons, place: Place, axis: str, dim: int) -> Decided | None:
     size, split = reasons.shape(place)[dim], reasons.sharding(place).splits()[dim]
-    if size % (split * reasons.mesh.axis_size(axis)):
-        return Decided.UNEVEN
-    return Decided.AT_OP
+    uneven = size % (split * reasons.mesh.axis_size(axis))
+    return Decided.UNEVEN if uneven else None

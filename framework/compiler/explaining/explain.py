@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.explaining.explain_text import explanation_text
 from meshwright.framework.compiler.explaining.explain_why import (
     Known,
@@ -87,6 +88,8 @@ class TensorReport:
         kept.
       kept_from: of an argument, the program that gave its variable this sharding.
       logical_shape: of what is stored in another shape, else None.
+      note: of an argument or a result, which row of a layout gave its sharding, or why
+        none did; "" if nothing is known.
       requested: the annotated sharding if it is another one, else None.
       resharded_from: sharding of the annotated tensor that this one annotates again,
         differently; None for others. Two annotations in a row are a reshard, for
@@ -121,6 +124,16 @@ class TensorReport:
     propagated: Sharding | None = None
     kept_from: str = ""
     logical_shape: tuple[int, ...] | None = None
+    note: str = ""
+
+    @property
+    def why_text(self) -> str:
+        """Why no axis splits it, in words; "" if one does."""
+        if self.why_replicated is None:
+            return ""
+        if self.note and self.why_replicated is Why.PLAN:
+            return self.note
+        return "; ".join(filter(None, (self.why_replicated.value, self.note)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +269,7 @@ def _arguments(program: Program, completion: Completion) -> list[TensorReport]:
     shardings = [completion.sharding(parameter) for parameter in parameters]
     whys = [_why_border(completion.around(p), p.shape) for p in parameters]
     forms = program.arguments.forms
-    return _leaves(Kind.ARGUMENT, program.inputs, shardings, forms, whys)
+    return _leaves(Kind.ARGUMENT, program.inputs, shardings, forms, whys, program.notes)
 
 
 def _results(program: Program, completion: Completion) -> list[TensorReport]:
@@ -268,7 +281,8 @@ def _results(program: Program, completion: Completion) -> list[TensorReport]:
     else:
         makers = completion.completed.operands(root)
         whys = [_why_element(completion, maker) for maker in makers]
-    return _leaves(Kind.RESULT, program.outputs, shardings, program.out_forms, whys)
+    forms = program.out_forms
+    return _leaves(Kind.RESULT, program.outputs, shardings, forms, whys, program.notes)
 
 
 def _why_element(completion: Completion, maker: Instruction) -> Why:
@@ -301,15 +315,18 @@ def _why_inside(near: Sequence[AdjacentTensor]) -> Why:
     return Why.UNDECIDED
 
 
-def _leaves(kind: Kind, specs, shardings, forms, whys) -> list[TensorReport]:
+def _leaves(
+    kind: Kind, specs, shardings, forms, whys, notes: FormNotes
+) -> list[TensorReport]:
     """The arguments or results; `whys` are for those that completion left unsharded."""
     paths = nest.flatten_with_joined_string_paths(specs, separator=".")
     reports = []
-    for (path, spec), sharding, form, why in zip(
-        paths, shardings, forms, whys, strict=True
+    for number, ((path, spec), sharding, form, why) in enumerate(
+        zip(paths, shardings, forms, whys, strict=True)
     ):
         shape = tuple(spec.shape)
-        why = why if form is None else Why.PLAN
+        is_given = form is not None and not notes.is_completed(number, form)
+        why = Why.PLAN if is_given else why
         kept_from = form.kept_from if form else ""
         size = itemsize(_hlo_dtype(spec.dtype))
         reports.append(
@@ -322,7 +339,10 @@ def _leaves(kind: Kind, specs, shardings, forms, whys) -> list[TensorReport]:
                 shape=shape,
                 dtype=_hlo_dtype(spec.dtype),
                 sharding=sharding,
-                annotated=form is not None and not kept_from,
+                annotated=is_given and not kept_from,
+                note=notes.text(kind, number)
+                if _is_replicated(sharding)
+                else notes.giver(kind, number, form),
                 kept_from=kept_from,
                 logical_shape=None if not form or form.is_logical else form.shape,
                 why_replicated=why if _is_replicated(sharding) else None,

@@ -83,9 +83,9 @@ def explanation_text(
         *_summary(explanation),
         *_what_is_shown(len(tensors), match, at_least, axis),
         "",
+        *([] if is_filtered and not replicated else _replicated(replicated)),
         *_tensors(tensors),
         *([] if is_filtered else _elsewhere(explanation.elsewhere)),
-        *([] if is_filtered and not replicated else _replicated(replicated)),
         *([] if is_filtered and not gathered else _rematerialized(gathered)),
         *_repaired(repairs),
     ]
@@ -241,6 +241,8 @@ def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
         yield f"      {of}{tensor.source}"
     if tensor.kept_from:
         yield f"      as {tensor.kept_from} left its variable"
+    if tensor.annotated and tensor.note and tensor.why_replicated is None:
+        yield f"      by {tensor.note}"
     if tensor.logical_shape is not None:
         padded = len(tensor.logical_shape) == len(tensor.shape)
         how = "padded" if padded else "with dims combined"
@@ -326,7 +328,7 @@ def _replicated(tensors: list[TensorReport]) -> Iterator[str]:
     yield f"Left replicated: {counted(len(tensors), 'tensor')}, {total}; the largest:"
     for tensor in tensors[:_LARGEST]:
         yield f"  {replicated_line(tensor)}"
-        yield f"      {tensor.why_replicated.value}"
+        yield f"      {tensor.why_text}"
     yield ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from meshwright.framework.compiler.lowering.sources import Kind, place_text
+from meshwright.framework.compiler.lowering.sources import Kind, Source, place_text
 from meshwright.framework.compiler.stablehlo.shardy.recorded import Direction
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -27,6 +27,21 @@ class OriginKind(enum.Enum):
     COMPILER = "annotation by weight-update sharding or a repair"
 
 
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """A tensor of a program before it is completed.
+
+    Args:
+      kind: argument, result, or inside.
+      number: of the argument, the result, or the op in the order of the module.
+      result: number of the op's result.
+    """
+
+    kind: Kind
+    number: int
+    result: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
     """The annotation, argument or result where an axis begins.
@@ -40,6 +55,8 @@ class Origin:
       sharding: what it asks for.
       kept_from: of an argument, the program that gave its variable this sharding, if
         this one did not.
+      note: of an argument or a result, which row of a layout gave the sharding.
+      inferred_from: of state that was left to completion, where the axis begins.
     """
 
     kind: OriginKind
@@ -49,6 +66,8 @@ class Origin:
     line: int
     sharding: Sharding
     kept_from: str = ""
+    note: str = ""
+    inferred_from: Origin | None = None
 
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
@@ -57,7 +76,9 @@ class Origin:
             name = f" {self.layer}"
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
         kept = f", kept from {self.kept_from}" if self.kept_from else ""
-        return f"{self.kind.value}{name} {self.sharding}{where}{kept}"
+        by = f", by {self.note}" if self.note and self.inferred_from is None else ""
+        inferred = f", inferred from {self.inferred_from}" if self.inferred_from else ""
+        return f"{self.kind.value}{name} {self.sharding}{where}{kept}{by}{inferred}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +176,8 @@ class TensorLayout:
       shape: logical; for arguments and results the stored shape.
       dtype: element type in HLO's words.
       sharding: completed.
+      note: of an argument or a result, why it was given a sharding, or none; "" if
+        nothing is known.
     """
 
     kind: Kind
@@ -165,6 +188,7 @@ class TensorLayout:
     shape: tuple[int, ...]
     dtype: str
     sharding: Sharding
+    note: str = ""
 
     @property
     def source(self) -> str:
@@ -203,3 +227,12 @@ class Transfer:
     seconds: float | None
     before_origins: tuple[Origin, ...]
     after_origins: tuple[Origin, ...]
+
+
+def made_at(source: Source | None) -> dict[str, str | int]:
+    """The layer, file and line of a source; "" and 0 if it is unknown."""
+    return {
+        "layer": source.layer if source else "",
+        "file": source.file if source else "",
+        "line": source.line if source else 0,
+    }

@@ -21,21 +21,23 @@ from meshwright.framework.compiler.explaining.provenance import (
     Origin,
     OriginKind,
     Provenance,
+    Spot,
     TensorLayout,
+    made_at,
 )
-from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, Kind, Source
+from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, Kind
 from meshwright.framework.compiler.stablehlo.shardy.completed import write_for_shardy
-from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.shardy.recorded import (
     CONSTRAINT,
     EDGE,
-    REGION,
     SELF,
     Arrival,
     Direction,
     Place,
     Recorded,
     Result,
+    maker_of,
+    manual_of,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
@@ -43,7 +45,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
     dtype_of,
     is_annotation,
-    op_name,
     shape_of,
     short_name,
     tf_name,
@@ -59,21 +60,6 @@ _ASKED = "/asked_for"
 """Ends the name of an annotation that is in no program, see `Reasons.changed`."""
 _NO_TENSOR = frozenset({"XLA_Args", "XLA_Retvals", "?"})
 _NAMELESS = (EDGE, "stablehlo.constant", "sdy.constant", WHILE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spot:
-    """A tensor of a program before it is completed.
-
-    Args:
-      kind: argument, result, or inside.
-      number: of the argument, the result, or the op in the order of the module.
-      result: number of the op's result.
-    """
-
-    kind: Kind
-    number: int
-    result: int = 0
 
 
 class Reasons:
@@ -219,6 +205,7 @@ class Reasons:
             shape=shape_of(value),
             dtype=dtype_of(value),
             sharding=self.sharding(place),
+            note=self.written.notes.text(spot.kind, spot.number),
         )
 
     def _inside(self, name, values) -> tuple[TensorLayout, Place, Spot]:
@@ -232,7 +219,7 @@ class Reasons:
         layout = TensorLayout(
             kind=Kind.INSIDE,
             name=name,
-            **_made(source),
+            **made_at(source),
             shape=shape_of(value),
             dtype=dtype_of(value),
             sharding=self.sharding(place),
@@ -272,19 +259,13 @@ class Reasons:
 
     def _read(self, place: Place) -> Sharding:
         completed, is_result = self.recorded.sharding(place), isinstance(place, Result)
-        manual = () if is_result else _manual(place)
+        manual = () if is_result else manual_of(place)
         dims = completed.dims if completed else ((),) * len(self.shape(place))
         dims = [tuple(axis for axis in axes if axis not in manual) for axes in dims]
-        is_border = is_result or place.owner == self.recorded.main.regions[0].blocks[0]
-        if is_border and self.border(place) is None:
+        if self._at(place) is not None and self.border(place) is None:
             # Arrays between programs are split evenly: XLA drops the axes left over.
-            dims = map(self._dividing, dims, self.shape(place))
+            dims = map(self.mesh.dividing, dims, self.shape(place))
         return Sharding(self.mesh, tuple(dims), manual=manual)
-
-    def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-        while size % self.mesh.axes_size(axes):
-            axes = axes[:-1]
-        return axes
 
     def is_fixed(self, place: Place, dim: int) -> bool:
         """Whether a dim is as an annotation of the place, or of its only use, says."""
@@ -303,7 +284,7 @@ class Reasons:
             return f"result {self._paths[Kind.RESULT][place.number]}"
         if isinstance(place.owner, ir.Block):
             return f"argument {self._paths[Kind.ARGUMENT][place.arg_number]}"
-        return tf_name(_maker(place))
+        return tf_name(maker_of(place))
 
     def provenances(self, place: Place) -> tuple[Provenance, ...]:
         """Of each axis that splits a place, in the order of the dims."""
@@ -319,11 +300,51 @@ class Reasons:
         begin = trail[0].source if trail else place
         name = self._origin_name(begin, axis)
         is_here = name == SELF or self._asks(begin, axis)
-        return Provenance(
-            axis=axis,
-            dim=dim,
-            origin=self.origin_at(begin) if is_here else self._origin_of(name),
-            way=tuple(map(self._hop, trail)),
+        origin = self.origin_at(begin) if is_here else self._origin_of(name)
+        before = self._before_settling(origin, axis)
+        if before is not None and not trail:
+            return dataclasses.replace(before, dim=dim)
+        if before is not None:
+            origin = dataclasses.replace(origin, inferred_from=before.origin)
+        way = tuple(map(self._hop, trail))
+        return Provenance(axis=axis, dim=dim, origin=origin, way=way)
+
+    def _before_settling(self, origin: Origin, axis: str) -> Provenance | None:
+        """Why state has an axis that completion gave it before its form was fixed.
+
+        None for what is no such state, or was split otherwise in the meantime.
+        """
+        if origin.kind not in (OriginKind.ARGUMENT, OriginKind.RESULT):
+            return None
+        kind = Kind(origin.kind.value)
+        number = self._paths[kind].index(origin.name)
+        if not self._is_settled(kind, number):
+            return None
+        before = self._unsettled
+        with before.opened():
+            found = before.provenances(before.border_place(kind, origin.name))
+            return next((one for one in found if one.axis == axis), None)
+
+    def was_left(self, place: Place) -> bool:
+        """Whether a place is state whose form, now fixed, completion chose."""
+        at = self._at(place)
+        return at is not None and self._is_settled(*at)
+
+    def _is_settled(self, kind: Kind, number: int) -> bool:
+        is_fixed = self._borders[kind][number] is not None
+        form = self.written.form(kind, number)
+        return is_fixed and self.written.notes.is_completed(number, form)
+
+    @functools.cached_property
+    def _unsettled(self) -> Reasons:
+        """The program with the state left to completion that was once left to it."""
+        return self.changed(
+            {
+                Spot(kind, number): None
+                for kind in self._borders
+                for number in self.written.notes.completed
+                if self._is_settled(kind, number)
+            }
         )
 
     def trail(self, place: Place, axis: str) -> list[Arrival]:
@@ -352,11 +373,15 @@ class Reasons:
 
     def border(self, place: Place) -> Sharding | None:
         """The sharding that an argument or a result was given; None for others."""
+        at = self._at(place)
+        return None if at is None else self._borders[at[0]][at[1]]
+
+    def _at(self, place: Place) -> tuple[Kind, int] | None:
+        """An argument's or a result's kind and number; None for others."""
         if isinstance(place, Result):
-            return self._borders[Kind.RESULT][place.number]
-        if place.owner == self.recorded.main.regions[0].blocks[0]:
-            return self._borders[Kind.ARGUMENT][place.arg_number]
-        return None
+            return Kind.RESULT, place.number
+        is_argument = place.owner == self.recorded.main.regions[0].blocks[0]
+        return (Kind.ARGUMENT, place.arg_number) if is_argument else None
 
     def kept_from(self, place: Place) -> str:
         """The program that gave an argument's variable its sharding, if another did."""
@@ -428,7 +453,7 @@ class Reasons:
         owner = place.owner
         if isinstance(owner, ir.Block):
             return self._border_origin(Kind.ARGUMENT, place.arg_number, place)
-        kind, name = OriginKind.COMPILER, tf_name(_maker(place))
+        kind, name = OriginKind.COMPILER, tf_name(maker_of(place))
         source = self.sources.find(name, shape_of(place))
         if owner.name == EDGE:
             kind = OriginKind.REGION
@@ -440,7 +465,7 @@ class Reasons:
         return Origin(
             kind=kind,
             name=name.removesuffix(f"/{PLACEHOLDER}"),
-            **_made(source),
+            **made_at(source),
             sharding=self._asked(place),
         )
 
@@ -464,6 +489,7 @@ class Reasons:
             line=0,
             sharding=self._borders[kind][number],
             kept_from=self.kept_from(place),
+            note=self.written.giver(kind, number),
         )
 
     def _asked(self, place: ir.Value) -> Sharding:
@@ -471,30 +497,3 @@ class Reasons:
         if place.owner.name == EDGE:  # Inside the region manual axes are not seen.
             asked = self.recorded.at_region(place.owner.operands[0])
         return Sharding(self.mesh, asked.dims, asked.unspecified)
-
-
-def _made(source: Source | None) -> dict:
-    return {
-        "layer": source.layer if source else "",
-        "file": source.file if source else "",
-        "line": source.line if source else 0,
-    }
-
-
-def _maker(place: ir.Value) -> ir.Operation:
-    """The op that makes a value, or holds the region that it is an argument of."""
-    owner = place.owner
-    if owner.name != EDGE:
-        return owner
-    owner = owner.operands[0].owner
-    owner = owner.owner.operation if isinstance(owner, ir.Block) else owner
-    if owner.name != REGION:
-        return owner
-    # A manual region has no name of its own: its first op has.
-    named = (op for op in walk(owner) if op_name(op) != "?")
-    return next(named, owner)
-
-
-def _manual(value: ir.Value) -> tuple[str, ...]:
-    owner = value.owner
-    return manual_axes(owner.owner if isinstance(owner, ir.Block) else owner.parent)

@@ -13,8 +13,12 @@ from meshwright.framework.compiler.explaining.difference import (
     SentKey,
     Side,
 )
-from meshwright.framework.compiler.explaining.provenance import TensorLayout, Transfer
-from meshwright.framework.compiler.explaining.reasons import Reasons, Spot
+from meshwright.framework.compiler.explaining.provenance import (
+    Spot,
+    TensorLayout,
+    Transfer,
+)
+from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.explaining.why import find
 from meshwright.framework.compiler.hlo.hlo_text import itemsize

@@ -21,6 +21,7 @@ from meshwright.framework.sizes import bytes_text
 
 _HOPS = 12
 """Of a longer way the first and the last half of so many are printed."""
+_ALONE = ", and no tensor that shares a dim with it is split along that dim"
 GSPMD_NOTE = (
     "GSPMD keeps no record of its reasons: these are Shardy's, which completes the "
     "same annotations and may differ."
@@ -78,7 +79,9 @@ class Answer:
         yield f"{kind}{tensor.name} {tensor.dtype}[{shape}] {tensor.sharding}{source}"
         if not reason.provenances and not reason.competitions:
             along = f"along {self.axis}" if self.axis else ""
-            yield f"  is not split {along}".rstrip() + ", nor is a tensor beside it"
+            yield f"  is not split {along}".rstrip() + _ALONE
+        if tensor.note and not reason.provenances:
+            yield f"  {tensor.note}"
         for one in reason.provenances:
             yield from provenance_lines(one)
         for one in reason.competitions:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.lowering.errors import of_import
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
 from meshwright.framework.compiler.stablehlo.shardy.completed import (
@@ -35,6 +36,7 @@ class Module:
       in_forms: for each leaf of its arguments its stored form; None: left to
         completion.
       out_forms: the same for its result.
+      notes: why they are so.
 
     Attributes:
       signature: its name, the structure of its arguments and its result, and sources.
@@ -52,12 +54,14 @@ class Module:
         *,
         in_forms: Sequence[StoredForm | None] | None = None,
         out_forms: Sequence[StoredForm | None] | None = None,
+        notes: FormNotes | None = None,
     ):
         self.signature = lowered.signature
         self.unknown_size = lowered.unknown_size
         self.mesh = mesh
         self.in_forms = list(in_forms or [])
         self.out_forms = list(out_forms or [])
+        self.notes = notes or FormNotes()
         self.divergent: Mapping[str, Collection[str]] = {}
         self.platform: str | None = None
         self._completed: CompletedModule | None = None
@@ -139,4 +143,5 @@ class Module:
             out_forms=self.out_forms,
             divergent=self.divergent,
             platform=self.platform,
+            notes=self.notes,
         )

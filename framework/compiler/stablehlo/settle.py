@@ -44,6 +44,7 @@ def settle_state(module: Module, carried: int) -> None:
             spec = specs[number]
             form = StoredForm.of(spec, _even(completed[number], module, spec))
             arguments[number] = results[number] = form
+        module.notes = dataclasses.replace(module.notes, completed=frozenset(left))
         module.write()
 
 

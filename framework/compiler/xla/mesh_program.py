@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import tensorflow as tf
 
+from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.hlo.divergent_branches import check_branches
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
@@ -24,6 +25,7 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
 )
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.lower import Signature
+from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.child import ChildEnded
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
@@ -51,6 +53,7 @@ class Written:
       out_forms: the same for the result.
       divergent: loops and branches of manual regions that not all devices run alike.
       platform: the only one that can run it, as it has fused kernels; None: any.
+      notes: why arguments and results have their forms.
     """
 
     signature: Signature
@@ -60,6 +63,15 @@ class Written:
     out_forms: Sequence[StoredForm | None]
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     platform: str | None = None
+    notes: FormNotes = dataclasses.field(default_factory=FormNotes)
+
+    def form(self, kind: Kind, number: int) -> StoredForm | None:
+        """The stored form of an argument or a result."""
+        return (self.in_forms if kind is Kind.ARGUMENT else self.out_forms)[number]
+
+    def giver(self, kind: Kind, number: int) -> str:
+        """See `FormNotes.giver`."""
+        return self.notes.giver(kind, number, self.form(kind, number))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

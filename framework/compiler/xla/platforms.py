@@ -26,6 +26,7 @@ _COLLECTIVE_TIMEOUTS = {
 # up to its next collective. So it is with jaxlib 0.10.2; the number may go when
 # `test_many_calls_in_flight_have_the_threads_that_they_need` passes without it.
 _THREADS_PER_DEVICE = 8
+_PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def set_platform(
@@ -44,9 +45,14 @@ def set_platform(
         status 70. None: never, for programs that rightly wait for something outside.
 
     Raises:
-      ValueError: there are no such devices here, or devices are in use already with
-        another setting.
+      ValueError: there is no such platform, or none of its devices here; or JAX has
+        started with other devices.
     """
+    if platform not in _PLATFORMS:
+        hint = '; did you mean "cuda"?' if platform == "gpu" else ""
+        raise ValueError(
+            f'there is no platform {platform!r}: it is "cpu", "cuda" or "tpu"{hint}'
+        )
     if device_count is not None and (platform != "cpu" or device_count < 1):
         raise ValueError(
             f"device_count={device_count} with platform={platform!r}: it is the number "
@@ -88,8 +94,9 @@ def set_platform(
         ) from e
     expected = "gpu" if platform == "cuda" else platform
     if backend != expected or device_count not in (None, have):
+        devices = f"{have} {backend} device{'s' if have > 1 else ''}"
         raise ValueError(
-            f"{device_count or 'some'} {platform} devices were requested but {have} "
-            f"{backend} devices are in use already: choose the platform first thing in "
-            "the process"
+            f"JAX has already started with {devices}, not {device_count or 'some'} of "
+            f"{platform}: call mw.set_platform before jax.devices() and whatever "
+            "else starts it"
         )

@@ -15,6 +15,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.jax_mesh import abstract_array
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import MESH, split
 
@@ -46,10 +47,17 @@ def test_the_platform_is_chosen_first_thing_in_the_process():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
-        f"{wish} devices were requested but 2 cpu devices are in use already: choose "
-        "the platform first thing in the process"
-        for wish in ("4 cpu", "some cuda")
+        f"JAX has already started with 2 cpu devices, not {wish}: call "
+        "mw.set_platform before jax.devices() and whatever else starts it"
+        for wish in ("4 of cpu", "some of cuda")
     ]
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match='no platform .gpu.: .*did you mean "cuda"'):
+        set_platform("gpu")
+    with pytest.raises(ValueError, match="no platform 'cpus': it is .* or \"tpu\"$"):
+        set_platform("cpus", 8)
 
 
 @pytest.mark.parametrize(

@@ -346,12 +346,17 @@ class Table:
     ("fn", "how", "error", "message"),
     [
         (lambda x: x, {"mesh": None}, TypeError, "the mesh is None; pass a DeviceMesh"),
-        (Model().loss, {"layout": {"u": [None]}}, ValueError, "row 'u' of the layout"),
+        (
+            Model().loss,
+            {"layout": {"u": [None]}},
+            ValueError,
+            "row 'u' matches none of its 2 variables: v, w",
+        ),
         (
             Model().loss,
             {"layout": {"w": [None]}},
             ValueError,
-            "row 'w' for variable 'w' of shape .6, 10.: dims_mapping",
+            "row 'w' has 1 entries, and matches 'w', which has 2",
         ),
         (
             Table().table.lookup,

@@ -20,12 +20,14 @@ from jaxlib.mlir.passmanager import PassManager
 from meshwright.framework.compiler.stablehlo.constraints import SHARDING_ATTRIBUTE
 from meshwright.framework.compiler.stablehlo.shardy.propagation import (
     PIPELINE,
+    manual_axes,
     run_passes,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     Blame,
     end_of,
+    op_name,
     walk,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -292,3 +294,23 @@ def _each(main: ir.Operation, name: str) -> list[ir.DictAttr]:
     if name not in main.attributes:
         return []
     return [*map(ir.DictAttr, ir.ArrayAttr(main.attributes[name]))]
+
+
+def maker_of(place: ir.Value) -> ir.Operation:
+    """The op that makes a value, or holds the region that it is an argument of."""
+    owner = place.owner
+    if owner.name != EDGE:
+        return owner
+    owner = owner.operands[0].owner
+    owner = owner.owner.operation if isinstance(owner, ir.Block) else owner
+    if owner.name != REGION:
+        return owner
+    # A manual region has no name of its own: its first op has.
+    named = (op for op in walk(owner) if op_name(op) != "?")
+    return next(named, owner)
+
+
+def manual_of(value: ir.Value) -> tuple[str, ...]:
+    """The manual axes of the region that a value is in."""
+    owner = value.owner
+    return manual_axes(owner.owner if isinstance(owner, ir.Block) else owner.parent)

@@ -246,3 +246,12 @@ def test_callbacks_that_read_and_write_weights(tmp_path):
     theirs = run(as_it_is, tmp_path / "theirs")
     assert (len(losses), logs) == (len(theirs[0]), theirs[1])
     assert_alike(ours, theirs[2])
+
+
+def test_weights_of_another_shape_are_told_without_their_values(tmp_path):
+    path = tmp_path / "narrow.weights.h5"
+    keras.Sequential([keras.Input((6,)), keras.layers.Dense(8)]).save_weights(path)
+    wide = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16)])
+    with pytest.raises(ValueError, match="shape") as error:
+        distribute(wide, MESH).load_weights(path)
+    assert "(6, 16)" in str(error.value) and "value=[" not in str(error.value)

@@ -101,7 +101,7 @@ def test_what_processes_do_not_do_alike_is_told(tmp_path):
     assert "process 1 is at the first call of fn_1 with such arguments, " in name
     assert "process 0 at the first call of fn_0 with such arguments: all proc" in name
     missing = "process 1 of 2 has not come within 3 s: all processes run the same"
-    assert read.startswith(f"reading variable 'split:0': {missing}")
+    assert read.startswith(f"reading variable 'split': {missing}")
     assert save.startswith(f"save of sequential: {missing}")
     assert call.startswith(f"the first call of alone with such arguments: {missing}")
 

@@ -1,20 +1,26 @@
-"""Tensor parallelism for Transformers of Keras layers, and names of weights' dims."""
+"""Layouts of Keras models: tensor parallelism, plans, and that of a step of `fit`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
+from meshwright.framework.functions.keras_files import variables_of
+from meshwright.framework.functions.layout import Layout, layout_notes, path_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TensorParallel:
+class TensorParallel(Layout):
     """Splits attention by heads, feed-forward layers by units, embeddings by words.
 
     It knows weights by the layers that they belong to, and splits them as Megatron-LM
@@ -48,11 +54,31 @@ class TensorParallel:
                 "Embedding that can be split: pass a table in place of 'tensor'"
             )
         dim = self._split_dims.get(id(variable))
-        if dim is None or variable.shape[dim] % mesh.axis_size(self.axis):
+        if dim is None or self._is_uneven(variable, dim, mesh):
             return None
         dims = [None] * variable.shape.rank
         dims[dim] = self.axis
         return Sharding.from_dims_mapping(mesh, dims, variable.shape.rank)
+
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """Why it is not split."""
+        if id(variable) not in self._split_dims:
+            return '"tensor" splits no dim of it'
+        return self.missed(variable, mesh)
+
+    def missed(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """That the axis does not divide the dim."""
+        dim = self._split_dims.get(id(variable))
+        if dim is None or not self._is_uneven(variable, dim, mesh):
+            return ""
+        size, count = variable.shape[dim], mesh.axis_size(self.axis)
+        return (
+            f'"tensor" would split dim {dim} by {self.axis}, but {count} does not '
+            f"divide {size}; change the size, or give a row, which pads it"
+        )
+
+    def _is_uneven(self, variable: tf.Variable, dim: int, mesh: DeviceMesh) -> bool:
+        return bool(variable.shape[dim] % mesh.axis_size(self.axis))
 
     @functools.cached_property
     def _split_dims(self) -> dict[int, int]:
@@ -62,7 +88,7 @@ class TensorParallel:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Planned:
+class Planned(Layout):
     """Splits the dims of weights as a plan says for their names, see `names_of_dims`.
 
     Optimizer slots are left to completion, which splits them as their weights.
@@ -93,7 +119,7 @@ class Planned:
         """The sharding of a variable; None where completion decides."""
         del mesh  # The plan's.
         dims = self._dims.get(id(variable))
-        return dims and self.plan.weight_sharding(dims, variable.name)
+        return dims and self.plan.weight_sharding(dims, path_of(variable))
 
     @functools.cached_property
     def _dims(self) -> dict[int, tuple[str, ...]]:
@@ -103,6 +129,49 @@ class Planned:
             id(weight._value): names_of_dims(tuple(weight.shape), split.get(id(weight)))
             for weight in self.model.variables
         }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepLayout(Layout):
+    """The layout of a model, for one of its steps.
+
+    Args:
+      layout: of the model's variables.
+      model: the Keras model.
+      mesh: the device mesh.
+      method: that makes the step.
+      is_told: whether what it does was logged.
+    """
+
+    layout: Layout
+    model: Any
+    mesh: DeviceMesh
+    method: str
+    is_told: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
+        """The layout's."""
+        return self.layout.sharding_of(variable, mesh)
+
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """The layout's."""
+        return self.layout.reason(variable, mesh)
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Compares a table with all variables, which the train step has built."""
+        if self.method == "train_step":
+            self.layout.check(variables_of(self.model), self.model.name)
+
+    def report(
+        self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
+    ) -> None:
+        """Logs once what the layout does to the weights of the train step."""
+        if self.method != "train_step" or self.is_told.is_set():
+            return
+        self.is_told.set()
+        notes, is_lacking = layout_notes(self.layout, self.mesh, variables, forms)
+        level = logging.WARNING if is_lacking else logging.INFO
+        logging.log(level, "%s: %s", self.model.name, notes)
 
 
 NAMES = ("tensor", "fsdp", "other")

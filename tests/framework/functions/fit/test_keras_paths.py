@@ -1,0 +1,208 @@
+"""Rows of a layout and reports have Keras's paths, and say what decided."""
+
+import keras
+import numpy as np
+import pytest
+
+import meshwright.framework as mw
+from meshwright.framework.functions.mesh_variable import value_of
+
+LAYERS = keras.layers
+MESH = mw.DeviceMesh(("data", "model"), (2, 4))
+X = np.random.default_rng(0).standard_normal((16, 12)).astype(np.float32)
+Y = np.arange(16) % 4
+
+
+class Block(LAYERS.Layer):
+    """A layer of layers, without `build`."""
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.up = LAYERS.Dense(32, "relu", name="up")
+        self.down = LAYERS.Dense(12, name="down")
+        self.dropout = LAYERS.Dropout(0.1, seed=1)
+
+    def call(self, x, training=False):
+        return self.dropout(self.down(self.up(x)), training=training)
+
+
+class Sub(keras.Model):
+    """A subclass with layers and layers of layers, a weight and a metric of its own."""
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.first = Block(name="first")
+        self.second = Block(name="second")
+        self.head = LAYERS.Dense(4, name="head")
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+        self.norm = keras.metrics.Mean(name="norm")
+
+    def call(self, x, training=False):
+        y = self.second(self.first(x, training=training), training=training)
+        return self.head(y) * self.scale
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.norm.update_state(logs["loss"])
+        return logs
+
+
+ROWS = {
+    "^sub/first/up/kernel": [None, "model"],
+    "^sub/second/down/kernel": ["model", None],
+    "adam/sub_first_up_kernel_velocity": ["model", None],
+}
+
+
+def compiled(how="unbuilt", change=lambda model: model):
+    """The model, trained for two steps; see `test_rows_have_the_paths_of_keras`."""
+    keras.utils.set_random_seed(1)
+    model = Sub(name="sub")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    adam = keras.optimizers.Adam(name="adam")
+    model.compile(adam, loss, metrics=["accuracy"], jit_compile=True)
+    if how == "built":
+        model.build((None, 12))
+    if how == "called":
+        model(X)
+    return change(model)
+
+
+def fitted(model):
+    history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
+    return [*history.values(), *model.get_weights()]
+
+
+def assert_alike(ours, theirs):
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def shard_shape(variable):
+    return value_of(variable._value).array.addressable_data(0).shape
+
+
+@pytest.mark.parametrize(
+    ("how", "partitioner"),
+    [
+        ("unbuilt", mw.Partitioner.SHARDY),
+        ("built", mw.Partitioner.SHARDY),
+        ("called", mw.Partitioner.GSPMD),
+    ],
+)
+def test_rows_have_the_paths_of_keras(how, partitioner):
+    ours = compiled(
+        how, lambda m: mw.keras.distribute(m, MESH, ROWS, partitioner=partitioner)
+    )
+    assert_alike(fitted(ours), fitted(compiled(how)))
+    assert shard_shape(ours.first.up.kernel) == (12, 8)
+    assert shard_shape(ours.second.down.kernel) == (8, 12)
+    by_path = {variable.path: variable for variable in ours.optimizer.variables}
+    assert shard_shape(by_path["adam/sub_first_up_kernel_velocity"]) == (3, 32)
+
+
+def test_arguments_and_reasons_have_the_paths_of_keras():
+    model = mw.keras.distribute(compiled("called"), MESH, ROWS)
+    program = mw.keras.program(model, X, Y, batch_size=8)
+    kept = model.variables + model.optimizer.variables + model.metrics_variables
+    state, read, *_ = program.inputs
+    assert {*state, *read} <= {variable.path for variable in kept}
+    assert {v.path for v in model.weights} <= {*state, *read}
+    assert "[_,model]" in str(program.why("first/up/kernel"))
+    assert "0.sub/second/down/kernel" in str(mw.explain(program))
+
+
+def test_a_layout_map_has_the_paths_of_keras():
+    devices = [f"cpu:{i}" for i in range(8)]
+    mesh = keras.distribution.DeviceMesh((2, 4), ("data", "model"), devices)
+    rows = keras.distribution.LayoutMap(mesh)
+    rows["first/up/kernel"] = (None, "model")
+    model = mw.keras.distribute(compiled(), MESH, rows)
+    assert_alike(fitted(model), fitted(compiled()))
+    assert shard_shape(model.first.up.kernel) == (12, 8)
+    assert shard_shape(model.second.up.kernel) != (12, 8)
+
+
+def test_a_name_that_only_tf_gives_is_no_path():
+    with pytest.raises(ValueError, match="'sub/kernel' .* sub/first/up/kernel"):
+        mw.keras.distribute(compiled("called"), MESH, {"sub/kernel": [None, "model"]})
+
+
+def test_a_backup_goes_on_where_layers_are_split_by_their_paths(tmp_path):
+    def trained(layout, epochs):
+        model = mw.keras.distribute(compiled("called"), MESH, layout)
+        saved = [mw.keras.backup(tmp_path / "backup")]
+        model.fit(X, Y, epochs=epochs, shuffle=False, verbose=0, callbacks=saved)
+        return model.get_weights()
+
+    trained("data", 1)
+    whole = mw.keras.distribute(compiled("called"), MESH, ROWS)
+    whole.fit(X, Y, epochs=2, shuffle=False, verbose=0)
+    assert_alike(trained(ROWS, 2), whole.get_weights())
+
+
+def two(units, layout, **how):
+    """Two layers, and the program of their train step."""
+    layers = [LAYERS.Dense(units, "relu", name="a"), LAYERS.Dense(4, name="b")]
+    model = keras.Sequential([keras.Input((12,)), *layers], name="tiny")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    mw.keras.distribute(model, how.pop("mesh", MESH), layout, **how)
+    return model, mw.keras.program(model, X, Y)
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_an_axis_is_traced_to_the_row_that_gives_it(partitioner):
+    rows = {"a/kernel": [None, "model"]}
+    _, program = two(32, rows, partitioner=partitioner)
+    row = "from argument 0.tiny/a/kernel [_,model], by row 'a/kernel' of the layout"
+    assert row in str(program.why("argument 0.tiny/a/kernel"))
+    inferred = str(program.why("argument 0.tiny/b/kernel"))
+    assert f"model on dim 0 is {row}\n" in inferred and "Relu (" in inferred
+    tensors = {t.op_name: t for t in mw.explain(program, reasons=True).tensors}
+    assert tensors["0.tiny/a/kernel"].annotated
+    assert not tensors["0.tiny/b/kernel"].annotated
+    (one,) = tensors["0.tiny/b/kernel"].provenances
+    assert f"from {one.origin}" == row
+
+
+def test_what_an_axis_does_not_divide_is_told(caplog):
+    model, program = two(30, "tensor")
+    why = '"tensor" would split dim 1 by model, but 4 does not divide 30; change the'
+    assert why in str(program.why("argument 0.tiny/a/kernel"))
+    assert why in str(mw.explain(program)).replace("\n          ", " ")
+    assert f"not split are 2, such as tiny/a/kernel: {why}" in caplog.text
+    model.fit(X, Y, verbose=0)
+    assert caplog.text.count("such as tiny/a/kernel") == 1
+    two(30, {"a/kernel": [None, "model"]})
+    padded = "tiny/a/kernel (12, 30) to (12, 32)"
+    assert f"padded, as the axes do not divide them: {padded}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "why"),
+    [
+        ("data", "a/kernel", 'the layout "data" splits no weights'),
+        ("fsdp", "b/bias", '"fsdp" splits no dim shorter than 8, the number of its'),
+        ("tensor", "b/bias", '"tensor" splits no dim of it'),
+        ({"a/kernel": [None, "model"]}, "b/bias", "no row of the layout is for it"),
+    ],
+    ids=["data", "fsdp", "tensor", "table"],
+)
+def test_what_a_layout_leaves_has_a_reason(layout, name, why):
+    _, program = two(32, layout, weight_update_sharding="off")
+    assert why in str(program.why(f"argument 0.tiny/{name}"))
+
+
+def test_idle_devices_are_told(caplog):
+    two(32, "data", mesh=mw.DeviceMesh(("data",), (4,)))
+    assert "the mesh (data=4) has 4 of 8 devices; the others are idle" in caplog.text
+
+
+def test_a_step_is_planned_for_devices_that_are_not_here():
+    pytest.importorskip("libtpu")
+    plan = mw.keras.plan(compiled("called"), MESH, ROWS, topology="v5e:2x4", x=X, y=Y)
+    assert 0 < plan.memory < 2**24 < plan.memory_limit
+    assert 0 < plan.time.seconds < 1
+    assert "step, estimated:" in str(plan) and "all-reduce along" in str(plan)
+    with pytest.raises(ValueError, match=r"'v5e:4x4' has 16 devices, but the mesh"):
+        mw.keras.plan(compiled("called"), MESH, topology="v5e:4x4", x=X, y=Y)
