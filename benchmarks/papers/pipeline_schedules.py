@@ -76,6 +76,8 @@ def formulas_of_others(stages: int, microbatches: int) -> dict[str, tuple[float,
 
 def stack_seconds(report: CompileReport, pipeline: PlannedPipeline) -> float:
     """Time of a step in loops over a pipeline's layers, deferred gradients too."""
+    if pipeline.schedule.is_one_f_one_b:  # Its loops have the loss, too.
+        return pipeline.loop_seconds
     inside, around = set(), set()
     for op in report.time.all():
         names = [loop.name for loop in op.loops]
@@ -84,8 +86,6 @@ def stack_seconds(report: CompileReport, pipeline: PlannedPipeline) -> float:
             inside.update(names)
         if pipeline.loops & {*names}:
             around.update(names[: names.index(*pipeline.loops & {*names})])
-    if pipeline.schedule.is_one_f_one_b:  # Its loops have the loss, too.
-        return pipeline.loop_seconds
     return sum(
         op.exposed
         for op in report.time.all()

@@ -10,8 +10,8 @@ different microbatches, and three loops let no device wait for longer than in GP
             backward pass, which starts from this gradient in the last stage
   backward  LR - 1 iterations
 
-The gradients are done when the loss is, so they are computed by a factor that the
-gradient of the loss itself comes with later.
+The gradients are complete when the loss is: the gradient function only multiplies them
+by the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class LossHead:
     """What follows a pipeline in training, up to the loss, microbatch by microbatch.
 
     Args:
-      ctx: the context of its layers. They get one without a key: random numbers would
-        be others than those of the whole batch.
+      ctx: the context of its layers. They get it without a key: their random numbers
+        would not be those of the whole batch.
       fn: (ctx, theta, x [U, ...], rows [U, ...]) -> (loss, sums): a float32 scalar, and
-        a mapping of such. Of each, the microbatches' are added up.
+        a mapping of such. Each is added up over the microbatches.
       theta: the weights that it reads; none is a running statistic.
       specs: their specs.
       rows: nested map of tensors [B, ...], not differentiated.
@@ -106,9 +106,9 @@ class OneFOneBRun(PipelineRun):
             )
 
     def _head_context(self) -> Context:
-        """Of a microbatch, whose sequences the axes of the stages split, if they can.
+        """The head's context for a microbatch; each device computes a part of the loss.
 
-        So each device computes a part of the loss.
+        The axes of the stages split sequences there, if they can.
         """
         plan, axes = self.head.ctx.plan, self.stages.axes
         (batch,) = self.plan.activation_sharding(["batch"], self.ctx.path).dims
@@ -116,10 +116,9 @@ class OneFOneBRun(PipelineRun):
         taken = {axis for split in splits.values() for axis in as_axes(split)}
         shape = tf.nest.flatten(self.body.x)[0].shape
         if shape.rank > 2 and not taken & {*axes}:
-            for name in {"sequence": None} | splits:
+            for name in ("sequence", *({"stream"} & splits.keys())):
                 split = (*as_axes(splits.get(name)), *axes)
-                divides = shape[1] % plan.mesh.axes_size(split) == 0
-                if name in ("sequence", "stream") and divides:
+                if shape[1] % plan.mesh.axes_size(split) == 0:
                     splits[name] = split
         plan = dataclasses.replace(plan, activations=splits)
         return dataclasses.replace(self.head.ctx, plan=plan, key=None)
@@ -277,7 +276,7 @@ def _loop(first: int, end: int, body, state):
     """The nest `state` after (t, state) -> state of iterations `first` to `end`."""
     if first == end:
         return state
-    # From 0 on: what counts iterations of compiled loops need not know more.
+    # It counts from 0, as all loops whose iterations are read from compiled programs.
     step = lambda i, state: [i + 1, body(first + i, state)]  # noqa: E731
     start = [tf.constant(0), state]
     return tf.while_loop(lambda i, _: i < end - first, step, start)[1]

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineOrder
 from tests.layers.stacks.staged import state_by_stage
 from tests.trainers.parity import (
     Trained,
@@ -125,3 +126,50 @@ def test_trains_as_the_plain_stack(
         leaf = unstaged(layer, path, got.state[path])
         scale = np.abs(value).max() or 1.0
         np.testing.assert_allclose(leaf / scale, value / scale, atol=1e-3, err_msg=path)
+
+
+STREAM = """ShardingPlan.activations = {
+    "batch": ("X", "L"), "microbatch": "X", "stream": "Y",
+    "heads": "Y", "hidden": "Y", "vocab": "Y"}"""
+
+
+def all_of_a_loss(order, partitioner, params):
+    """Two steps in parts, of all that a loss can have; tokens' weights are random."""
+    experiment = pipelined(
+        2,
+        2,
+        "MESH_SHAPE = (2, 2, 2)",
+        f"Pipeline.order = %PipelineOrder.{order}",
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        "Experiment.gradient_accumulation_steps = 2",
+        "Experiment.weight_update_sharding = 'all'",
+        "LanguageModel.label_smoothing = 0.1",
+        "LanguageModel.z_loss = 0.01",
+        "LanguageModel.logit_cap = 2.0",
+        *params,
+        optimizer="adam",
+    )
+    return train(experiment, initial_state(experiment), calls=2)
+
+
+@pytest.mark.parametrize(
+    "partitioner,params",
+    [
+        ("SHARDY", ()),
+        pytest.param("SHARDY", (STREAM,), marks=pytest.mark.slow),
+        # The axis of the stages does not divide sequences: it splits nothing of a loss.
+        ("GSPMD", ("SEQUENCE_LENGTH = 7",)),
+    ],
+    ids=["sequences", "stream", "odd"],
+)
+def test_of_both_orders_the_loss_is_the_same(partitioner, params):
+    want, got = (
+        all_of_a_loss(order.name, partitioner, params) for order in PipelineOrder
+    )
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
+    for path, value in want.state.items():
+        atol = 1e-4 * (np.abs(value).max() or 1.0)
+        np.testing.assert_allclose(
+            got.state[path], value, rtol=0, atol=atol, err_msg=path
+        )
