@@ -17,7 +17,7 @@ from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
-from meshwright.layers.transformer import transformer_layer
+from meshwright.layers.transformer import TransformerLayer, transformer_layer
 from meshwright.tasks.text.decoding import BeamSearch
 from tests.tasks.text.test_continuation import (
     END,
@@ -155,10 +155,20 @@ class Running(Layer):
         return x, cache
 
 
+class Adding(TransformerLayer):
+    """Keeps more than its attention does."""
+
+    def init_cache(self, ctx, batch, length):
+        cache = super().init_cache(ctx, batch, length)
+        return NestedMap(cache, sum=tf.zeros([batch, 16]))
+
+
 def test_running_states_are_refused():
     layer = transformer_layer(**SIZES, hidden_dims=8)
     inside = dataclasses.replace(layer, attention=Running())
+    fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
     for body, path in (
+        (Sequential(layers=(layer, Adding(**fields))), "layers[1] is Adding"),
         (Sequential(layers=(layer, Running())), "layers[1] is Running"),
         (Sequential(layers=(layer, inside)), "layers[1].attention is Running"),
     ):

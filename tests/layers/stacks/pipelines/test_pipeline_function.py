@@ -213,6 +213,26 @@ def test_statistics_have_no_gradient():
     assert total.numpy() and not tape.gradient(total, w).numpy().any()
 
 
+def test_statistics_at_any_depth_are_means():
+    """Also of what is called a loss, and of layers that stages are filled up with."""
+
+    def fn(weights, x):
+        mean = tf.reduce_mean(x)
+        statistics = {"loss": mean, "mean": mean}
+        return x @ weights["w"], {"norm": {"statistics": statistics}, "sum": mean}
+
+    w = {"w": tf.constant(WEIGHTS["mlp"]["w_in"][:3, :, :M])}
+    made = pipeline(fn, w, X, **HOW | {"weight_dims": {}})
+    parts = [X[m::MICROBATCHES] for m in range(MICROBATCHES)]
+    want = [np.mean(parts)]
+    for kernel in w["w"][:2]:
+        parts = [part @ kernel.numpy() for part in parts]
+        want.append(np.mean(parts))
+    got = made.aux.norm.statistics
+    for value in (got.loss, got.mean, made.aux["sum"] / MICROBATCHES):
+        assert_close(value, np.array(want))
+
+
 def test_results_without_a_known_rank_are_not_kept():
     """What fused normalization reserves for its gradient is computed again."""
 
@@ -323,7 +343,6 @@ VARIABLE = tf.Variable(2.0)
     [
         (lambda w, x: (x, x, x), "neither like its x nor a pair of that and a mapping"),
         (lambda w, x: (x, x), "neither like its x nor a pair of that and a mapping"),
-        (lambda w, x: (x, {"statistics": x}), "that are no mapping, but .*: name each"),
         (
             lambda w, x: (x, {"statistics": {"n": tf.size(x)}}),
             "returns statistics.n as int32, of which microbatches have no mean: retur",
