@@ -12,7 +12,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Layer
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
@@ -124,6 +124,33 @@ def test_eight_devices_find_what_one_finds(name, stages, mesh, partitioner):
     caches = re.findall(rf"f32\[[\d,]*?(\d+),{places},(\d),4\]", program.hlo_text())
     assert {rows for rows, _ in caches} == {"1"}
     assert max(heads for _, heads in caches) <= "2"
+
+
+ROWS = {"batch": ("data", "stage"), "heads": "model"}
+TOKENS = {"batch": "data", "sequence": "model"}
+
+
+@pytest.mark.parametrize(
+    ("activations", "mesh", "more", "partitioner"),
+    [
+        (ROWS, (1, 8, 1), {}, GSPMD),
+        (ROWS, (1, 1, 8), {"weights": {"heads": "model"}}, SHARDY),
+        (TOKENS, (1, 2, 4), {}, GSPMD),
+        (TOKENS, (1, 2, 4), {"sequence_attention": SequenceAttention.RING}, SHARDY),
+    ],
+    ids=["fewer rows than devices", "fewer heads", "tokens", "ring"],
+)
+def test_any_split_finds_the_same(activations, mesh, more, partitioner):
+    """Of four rows, four heads and two of keys, and of a cache's 22 places."""
+    theta, want = alone("rotary")
+    split = ShardingPlan(
+        mesh_axes=("stage", "data", "model"),
+        mesh_shape=mesh,
+        activations=activations,
+        **more,
+    )
+    _, got = on_mesh(model_of("rotary"), theta, split, partitioner)
+    assert_same(got, want)
 
 
 def test_no_cache_is_reordered():

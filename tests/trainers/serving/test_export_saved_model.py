@@ -306,9 +306,10 @@ def test_beams_that_share_a_cache_translate_a_batch_of_any_size(tmp_path):
     each = dataclasses.replace(
         task, search=dataclasses.replace(task.search, caches=BeamCaches.REORDERED)
     )
-    serve = tf.function(each.serving.serve, autograph=False)
+    serve = functools.partial(each.serving.serve, Context(), theta.map(tf.constant))
     ids = rows_of_text(experiment).source_ids
-    want = serve(Context(), theta, NestedMap(source_ids=tf.constant(ids)))
+    batch = NestedMap(source_ids=tf.constant(ids))
+    want = tf.function(serve, autograph=False)(batch)
     assert len(np.unique(want.ids)) > 6
     for rows in (1, 5):
         got = served(source_ids=tf.constant(ids[:rows]))
