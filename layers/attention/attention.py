@@ -286,18 +286,18 @@ class MultiHeadAttention(Layer):
         Args:
           ctx: context.
           theta: weights.
-          x: [B, 1, M], the tokens at `position`; or [B, S, M] if that is 0, or tokens
-            of the same time.
+          x: [B, 1, M], the tokens at `position`; or [B, S, M]: the first tokens, if
+            that is 0, or with `times` those of the same time.
           cache: as `init_cache` makes it, filled below `position`.
           position: int32 scalar, an index in the cache.
           paddings: [B, T], 1 at tokens of the cache that no query may see; or
-            [B, S, T], that a query may not see.
+            [B, S, T], 1 at those that a query may not see.
           segment_positions: int32 [B, S], positions in rows that begin with padding;
             the index by default.
           relative_bias: as for `fprop`.
-          times: int32 [1, T], where places of the cache are not one for each time: the
-            times, in place of indices. Those of all tokens of the step are the same,
-            and paddings [B, S, T] say what each sees: see `BeamCaches.FLAT`.
+          times: int32 [1, T], the time of each place of the cache, where several have
+            the same, as in `BeamCaches.FLAT`; None: their indices. All tokens of the
+            step have the same time, and paddings [B, S, T] say what each sees.
 
         Returns:
           [B, S, M] in the activation dtype, and the cache with S positions more.

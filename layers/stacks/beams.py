@@ -111,10 +111,9 @@ class FlatBeams(Beams):
 
     def __post_init__(self):
         for path, layer in each_layer(self.stack, self.path):
-            attention = getattr(layer, "attention", None)
-            if isinstance(layer, TransformerLayer):
-                path, layer = f"{path}.attention", attention
-            if not isinstance(layer, MultiHeadAttention):
+            if _has_cache_of(TransformerLayer, layer):
+                path, layer = f"{path}.attention", layer.attention
+            if not _has_cache_of(MultiHeadAttention, layer):
                 raise ValueError(
                     f"{path} is {type(layer).__name__}, which may keep a running state "
                     "in place of the keys of all tokens, so that hypotheses cannot "
@@ -164,6 +163,11 @@ class FlatBeams(Beams):
         here = tf.range(self.count) == beam[:, :, None]
         past = tf.reduce_any(here[..., None] & cache.past[:, None], axis=2)
         return NestedMap(cache, past=past)
+
+
+def _has_cache_of(kind: type[Layer], layer: Layer) -> bool:
+    """Whether it keeps what layers of a class do, and not what a subclass adds."""
+    return isinstance(layer, kind) and type(layer).init_cache is kind.init_cache
 
 
 KINDS = {BeamCaches.REORDERED: Beams, BeamCaches.FLAT: FlatBeams}

@@ -5,8 +5,7 @@ and positions count from a prompt's first token. A pass over all prompts fills t
 cache; the search then begins with their last tokens. Tokens that see later ones, by a
 mask that is not causal, see those of the prompt.
 
-Dims: B prompts, P tokens of the longest prompt, K beams, N new tokens, C = P + N - 1
-tokens of the cache.
+Dims: B prompts, P tokens of the longest prompt, K beams, N new tokens.
 """
 
 from __future__ import annotations

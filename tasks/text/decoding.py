@@ -271,7 +271,7 @@ class BeamSearch(Decoder):
     Args:
       beams: K.
       alpha: how much length is rewarded; 0 means not at all.
-      caches: which caches beams have.
+      caches: REORDERED: each beam has a cache; FLAT: those of a row share one.
 
     Raises:
       ValueError: K is below 1 or alpha below 0.

@@ -160,8 +160,8 @@ class Pipeline(Layer):
             microbatch's rows; None is passed on as None.
 
         Returns:
-          What `Repeat` returns. Entries of `aux` called `loss` are the microbatches'
-          mean, others their sums.
+          What `Repeat` returns. Entries of `aux` called `loss`, and those below
+          `statistics`, are the microbatches' mean, others their sums.
 
         Raises:
           ValueError: a tensor has another batch; microbatches do not divide the batch,
@@ -188,7 +188,7 @@ class Pipeline(Layer):
         else:
             outputs = tf.custom_gradient(run.with_gradient)(*flat)
         x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
-        aux = [self._by_layer(each) for each in run.mean_losses(aux)]
+        aux = [self._by_layer(each) for each in run.averaged(aux)]
         return run.body.result(run.microbatches.join(x), aux)
 
     def trains_with_loss(self, ctx: Context) -> bool:
@@ -221,7 +221,7 @@ class Pipeline(Layer):
         check_stacked(ctx, self.weights(), theta)
 
         def unstaged(run, aux):
-            aux = [self._by_layer(each) for each in run.mean_losses(aux)]
+            aux = [self._by_layer(each) for each in run.averaged(aux)]
             result = run.body.result(tf.nest.flatten(run.body.x), aux)
             return result.aux if aux else None
 

@@ -21,11 +21,9 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import Axes, ShardingPlan, as_axes
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
+from meshwright.layers.stacks.pipelines.pipeline_run import is_statistic
 from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
-
-STATISTICS = "statistics"
-"""The results on the side that are running statistics."""
 
 
 def pipeline(
@@ -55,9 +53,9 @@ def pipeline(
     Args:
       fn: (weights of a layer, x [U, ...], **constants [U, ...]) -> the next layer's x,
         of the same structure, shapes and dtypes; or a pair of it and a nested mapping
-        of results on the side. Those in `statistics`, the newest values of running
-        statistics, have no gradient. With `key` it also gets a `key`, uint32 [2], which
-        differs by layer and microbatch.
+        of results on the side. Those below `statistics`, at any depth, the newest
+        values of running statistics, have no gradient. With `key` it also gets a `key`,
+        uint32 [2], which differs by layer and microbatch.
       weights: nested mapping of tensors [N, ...], in the order of layers. Keys are
         identifiers.
       x: nest of floating-point tensors [B, ...].
@@ -81,17 +79,16 @@ def pipeline(
 
     Returns:
       The last layer's x; or a nested map of such an `x` and of `aux`: results on the
-      side, with a leading dim N. Those called `loss` and those in `statistics` are the
-      microbatches' mean, others their sums. So a moving average that each microbatch
-      begins at the same old value moves by the mean of what it is an average of (as in
-      GPipe, Huang et al. 2019, section 2.2).
+      side, with a leading dim N. Those called `loss` and those below `statistics` are
+      means over the microbatches, others sums. So a moving average that each microbatch
+      begins at the same old value moves by the mean of what it is an average of: of a
+      variance, that of microbatches, without that of their means.
 
     Raises:
       ValueError: results on the side of rows that are none; statistics that are not
-        nested floating-point tensors; weights of different N, or
-        no weights; a path in `weight_dims` that is none; `fn` returns something not
-        like `x`, or reads variables or tensors that it is not given; an op that cannot
-        be vectorized.
+        floating-point numbers; weights of different N, or no weights; a path in
+        `weight_dims` that is none; `fn` returns something not like `x`, or reads
+        variables or tensors that it is not given; an op that cannot be vectorized.
     """
     weights = NestedMap(weights).map(tf.convert_to_tensor)
     count = _count(weights)
@@ -123,11 +120,7 @@ def pipeline(
         deferred_gradients=deferred_gradients,
     )
     ctx = Context(plan=plan, mode=Mode.TRAIN, key=key, path="pipeline")
-    made = layer.fprop(ctx, weights.map(layer.by_stage), x, **constants)
-    if _is_like(made, x) or STATISTICS not in made.aux:
-        return made
-    means = made.aux[STATISTICS].map(lambda total: total / num_microbatches)
-    return NestedMap(x=made.x, aux=NestedMap(made.aux, **{STATISTICS: means}))
+    return layer.fprop(ctx, weights.map(layer.by_stage), x, **constants)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,27 +149,20 @@ class PipelinedFunction(Layer):
             )
         x, aux = made
         aux = NestedMap(aux).map(tf.convert_to_tensor)
-        if STATISTICS in aux:
-            aux[STATISTICS] = _statistics(aux[STATISTICS])
-        return NestedMap(x=x, aux=aux)
+        return NestedMap(x=x, aux=aux.map_with_path(_side_result))
 
 
-def _statistics(values: Any) -> NestedMap:
-    """The statistics that a function returns, without gradient."""
-    if not isinstance(values, NestedMap):
+def _side_result(path: str, value: tf.Tensor) -> tf.Tensor:
+    """What a function returns on the side; statistics without gradient."""
+    if not is_statistic(path):
+        return value
+    if not value.dtype.is_floating:
         raise ValueError(
-            f"pipeline: the function returns {STATISTICS!r} that are no mapping, but "
-            f"{values}: name each, such as {{{STATISTICS!r}: {{'mean': ...}}}}"
+            f"pipeline: the function returns {path} as {value.dtype.name}, of which "
+            "microbatches have no mean: return it outside statistics, where it is "
+            "summed, or as floating-point numbers"
         )
-    for path, value in values.items_by_path():
-        if not value.dtype.is_floating:
-            raise ValueError(
-                f"pipeline: the function returns {STATISTICS}.{path} as "
-                f"{value.dtype.name}, of which microbatches have no mean: return it "
-                f"beside {STATISTICS!r}, where it is summed, or as floating-point "
-                "numbers"
-            )
-    return values.map(tf.stop_gradient)
+    return tf.stop_gradient(value)
 
 
 def _check_captures(tensors: Iterable[tf.Tensor]) -> None:

@@ -114,11 +114,11 @@ class PipelineRun(PipelineLoop):
                 "global batch or Pipeline.num_microbatches"
             )
 
-    def mean_losses(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Side results, sums over microbatches, but of losses their mean."""
+    def averaged(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Side results, sums over microbatches; means of losses and statistics."""
         count = self.schedule.num_microbatches
         return [
-            total / count if path.rsplit(".", 1)[-1] == "loss" else total
+            total / count if _is_mean(path) else total
             for path, total in zip(self.body.aux_paths, aux, strict=True)
         ]
 
@@ -439,3 +439,12 @@ class PipelineRun(PipelineLoop):
         lead = [self.stages.count]
         zeros = [tf.zeros([*lead, *t.shape], t.dtype) for t in shared]
         return [self.stages.annotate(zero) for zero in zeros]
+
+
+def is_statistic(path: str) -> bool:
+    """Whether the side result of this dotted path is a running statistic."""
+    return "statistics" in path.split(".")
+
+
+def _is_mean(path: str) -> bool:
+    return path.rsplit(".", 1)[-1] == "loss" or is_statistic(path)

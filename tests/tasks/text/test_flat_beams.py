@@ -12,12 +12,12 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Layer
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
-from meshwright.layers.transformer import transformer_layer
+from meshwright.layers.transformer import TransformerLayer, transformer_layer
 from meshwright.tasks.text.decoding import BeamSearch
 from tests.tasks.text.test_continuation import (
     END,
@@ -126,6 +126,33 @@ def test_eight_devices_find_what_one_finds(name, stages, mesh, partitioner):
     assert max(heads for _, heads in caches) <= "2"
 
 
+ROWS = {"batch": ("data", "stage"), "heads": "model"}
+TOKENS = {"batch": "data", "sequence": "model"}
+
+
+@pytest.mark.parametrize(
+    ("activations", "mesh", "more", "partitioner"),
+    [
+        (ROWS, (1, 8, 1), {}, GSPMD),
+        (ROWS, (1, 1, 8), {"weights": {"heads": "model"}}, SHARDY),
+        (TOKENS, (1, 2, 4), {}, GSPMD),
+        (TOKENS, (1, 2, 4), {"sequence_attention": SequenceAttention.RING}, SHARDY),
+    ],
+    ids=["fewer rows than devices", "fewer heads", "tokens", "ring"],
+)
+def test_any_split_finds_the_same(activations, mesh, more, partitioner):
+    """Of four rows, four heads and two of keys, and of a cache's 22 places."""
+    theta, want = alone("rotary")
+    split = ShardingPlan(
+        mesh_axes=("stage", "data", "model"),
+        mesh_shape=mesh,
+        activations=activations,
+        **more,
+    )
+    _, got = on_mesh(model_of("rotary"), theta, split, partitioner)
+    assert_same(got, want)
+
+
 def test_no_cache_is_reordered():
     """What changes places after a step is the mask alone."""
     theta, want = alone("rotary")
@@ -155,10 +182,20 @@ class Running(Layer):
         return x, cache
 
 
+class Adding(TransformerLayer):
+    """Keeps more than its attention does."""
+
+    def init_cache(self, ctx, batch, length):
+        cache = super().init_cache(ctx, batch, length)
+        return NestedMap(cache, sum=tf.zeros([batch, 16]))
+
+
 def test_running_states_are_refused():
     layer = transformer_layer(**SIZES, hidden_dims=8)
     inside = dataclasses.replace(layer, attention=Running())
+    fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
     for body, path in (
+        (Sequential(layers=(layer, Adding(**fields))), "layers[1] is Adding"),
         (Sequential(layers=(layer, Running())), "layers[1] is Running"),
         (Sequential(layers=(layer, inside)), "layers[1].attention is Running"),
     ):

@@ -1,5 +1,6 @@
 """What plain TensorFlow makes of a SavedModel is what the trainer's evaluation says."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,7 +13,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
+from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -290,3 +293,25 @@ def test_draws_want_a_known_batch(tmp_path):
     theta = initial_state(experiment).theta
     with pytest.raises(ValueError, match=r"Sampling.temperature is 1.0, but an export"):
         export_saved_model(experiment, theta, tmp_path / "model")
+
+
+def test_beams_that_share_a_cache_translate_a_batch_of_any_size(tmp_path):
+    experiment = translation(
+        "Translation.search = @BeamSearch()", "BeamSearch.caches = %BeamCaches.FLAT"
+    )
+    theta = initial_state(experiment).theta.map(lambda x: 2 * x if x.ndim > 1 else x)
+    export_saved_model(experiment, theta, tmp_path / "model")
+    served = tf.saved_model.load(str(tmp_path / "model")).signatures[SERVE]
+    task = experiment.task
+    each = dataclasses.replace(
+        task, search=dataclasses.replace(task.search, caches=BeamCaches.REORDERED)
+    )
+    serve = functools.partial(each.serving.serve, Context(), theta.map(tf.constant))
+    ids = rows_of_text(experiment).source_ids
+    batch = NestedMap(source_ids=tf.constant(ids))
+    want = tf.function(serve, autograph=False)(batch)
+    assert len(np.unique(want.ids)) > 6
+    for rows in (1, 5):
+        got = served(source_ids=tf.constant(ids[:rows]))
+        np.testing.assert_array_equal(got["ids"], want.ids[:rows])
+        np.testing.assert_allclose(got["scores"], want.scores[:rows], rtol=1e-5)
