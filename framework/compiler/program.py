@@ -295,10 +295,8 @@ class TracedProgram:
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Program:
         """Partitions and compiles; see `compile_program`."""
         unpartitioned = put_on_mesh(self.written, self.target)
-        options = {
-            **(self.updates.xla_options if self.updates else {}),
-            **(compiler_options or {}),
-        }
+        options = dict(self.updates.xla_options if self.updates else {})
+        options |= compiler_options or {}
         return Program(
             results=self.results,
             target=self.target,
@@ -458,13 +456,11 @@ def trace_program(
         out_forms[:] = stored_forms(
             leaves, out, out_shardings, mesh, what="out_shardings"
         )
-        return tf.nest.pack_sequence_as(
-            out,
-            [
-                x if form is None else form.to_stored(x)
-                for x, form in zip(leaves, out_forms, strict=True)
-            ],
-        )
+        stored = [
+            x if form is None else form.to_stored(x)
+            for x, form in zip(leaves, out_forms, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(out, stored)
 
     lowered = lower(
         stored_fn, stored_args, name=name, strict=strict, variables=variables

@@ -31,7 +31,12 @@ MAY_IMPORT = {
         "framework.devices",
         "framework.sharding",
     ),
-    "framework.functions": ("framework.sharding", "framework.compiler"),
+    "framework.functions": (
+        "framework.sizes",
+        "framework.devices",
+        "framework.sharding",
+        "framework.compiler",
+    ),
     "framework.modeling": ("framework.nested_map", "framework.sharding"),
     "framework.showing": (
         "framework.sizes",
