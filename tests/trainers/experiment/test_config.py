@@ -417,3 +417,22 @@ def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
     config.load(["mine"], ["Outer.first = @Inner()", "Inner.depth = 5"])
     assert config.build(Outer).first == Inner(width=64, depth=5)
     assert config.check_all_operative() == ["DEPTH = 3"]
+
+
+def test_a_file_read_again_sets_no_reference_back(params, tmp_path):
+    """Adding a shipped file after own lines must not change what these refer to."""
+    mine, added = tmp_path / "cwd" / "mine.gin", tmp_path / "cwd" / "added.gin"
+    mine.write_text("include 'lm/big'\nInner.width = 5\nOuter.first = @one.Twin()\n")
+    added.write_text("include 'mine'\n\ninclude 'lm/big'\n")
+    with pytest.raises(config.ConfigError) as error:
+        config.load(["added"])
+    assert "`Outer.first = @one.Twin()` (mine.gin:3) is replaced by" in str(error.value)
+    assert "lm/big.gin:3, which `include 'lm/big'` (added.gin:3)" in str(error.value)
+    added.write_text(added.read_text() + "Outer.first = @one.Twin()\n")
+    config.load(["added"])
+    assert any(
+        "`Inner.width = 5` (mine.gin:2) is replaced by `Inner.width = 64`" in line
+        for line in config.undone()
+    )
+    config.load(["mine", "lm/base"], ["Inner.width = 7"])
+    assert config.undone() == []

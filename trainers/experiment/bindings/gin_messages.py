@@ -41,11 +41,7 @@ class Binding:
         return "/".join(self.scope), self.selector, self.parameter
 
     def __str__(self) -> str:
-        scope = "/".join(self.scope)
-        if self.selector == MACRO:
-            return f"{scope} = {self.value!r}"
-        prefix = f"{scope}/" if scope else ""
-        return f"{prefix}{short_name(self.selector)}.{self.parameter} = {self.value!r}"
+        return f"{key_text(self.key)} = {self.value!r}"
 
 
 def bindings() -> list[Binding]:
@@ -57,6 +53,15 @@ def bindings() -> list[Binding]:
         for (scope, selector), values in gin.config._CONFIG.items()
         for name, value in values.items()
     ]
+
+
+def key_text(key: tuple[str, str, str]) -> str:
+    """A binding's key (scope, selector, parameter) as a gin file has it."""
+    scope, selector, parameter = key
+    if selector == MACRO:
+        return scope
+    prefix = f"{scope}/" if scope else ""
+    return f"{prefix}{short_name(selector)}.{parameter}"
 
 
 def references(value: Any) -> set[tuple[str, str]]:
