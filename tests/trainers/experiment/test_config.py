@@ -207,6 +207,23 @@ def test_an_unknown_macro_names_what_uses_it_and_nothing_else():
     assert listed == ["    Inner.width = %WIDT", "  Did you mean %WIDTH?"]
 
 
+def test_all_macros_that_are_missing_are_named_at_once():
+    with pytest.raises(config.ConfigError, match="Neither is there %B, %C\\."):
+        config.load([], ["Inner.width = %A", "Inner.depth = %B", "Outer.name = %C"])
+
+
+def test_an_unknown_class_is_refused_with_those_that_fit():
+    message = "Experiment.optimizer takes Adafactor, Adam, .*SGD"
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], ["Experiment.optimizer = @Lion()"])
+
+
+def test_a_parameter_by_its_name_in_t5x_is_refused_with_that_of_here():
+    message = "(?s)named 'decay_rate'.*T5X's decay_rate is 'decay_exponent' here"
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], ["Adafactor.decay_rate = 0.8"])
+
+
 def test_a_parameter_by_an_old_name_is_refused_with_its_new_one():
     message = r"(?s)parameter .*'partial_axes'.*It is called 'unreduced_gradient_axes'"
     with pytest.raises(config.ConfigError, match=message):
