@@ -162,6 +162,8 @@ def build_experiment(
     from meshwright.trainers.experiment.experiment import Experiment
 
     experiment, unused = config.load_and_build(Experiment, gin_files, gin_params)
+    for text in config.undone():
+        logging.warning("%s", text)
     if unused:
         logging.info(
             "these bindings have no effect, as later ones replace their classes: %s",

@@ -18,6 +18,7 @@ import re
 from absl import flags
 
 from meshwright.trainers import cli
+from meshwright.trainers.processes import guarded
 from meshwright.trainers.startup import files, plan_flags, search_flags
 
 _TOPOLOGY = re.compile(r"cpu|\w+:\d+(x\d+)*")
@@ -111,9 +112,22 @@ def _load() -> cli.Command:
     return plan_main.COMMAND
 
 
+def _guarded(argv: list[str]) -> int | None:
+    """`main`, in a child process where a compiler for other devices could end it."""
+    topology = plan_flags.TOPOLOGY.value
+    if topology is None or search_flags.SEARCH.value:  # Which has its own processes.
+        return main(argv)
+    advice = (
+        f"a fault of the compiler for {topology}, if nobody ended it. Another mesh "
+        "shape, by --gin_param='MESH_SHAPE = ...', or "
+        "--gin_param='Experiment.weight_update_sharding = \"off\"' may avoid it"
+    )
+    return guarded.call(lambda: main(argv), NAME, advice)
+
+
 def run() -> None:
     """The console script."""
-    cli.run(NAME, main, required=REQUIRED)
+    cli.run(NAME, _guarded, required=REQUIRED)
 
 
 if __name__ == "__main__":

@@ -139,15 +139,29 @@ class SentencePieceVocabulary:
             raise ValueError(
                 f"{path} has padding, start and end at {vocabulary.control_ids}: train "
                 f"a model with them at {expected}, by --pad_id, --bos_id and --eos_id"
+                + _of_t5(vocabulary.control_ids)
             )
         missing = [tag for tag in tags if not vocabulary.has(tag)]
-        if missing or size != self.vocab_size:
+        if size != self.vocab_size:
             raise ValueError(
-                f"{path} has {size} pieces and lacks the tags {missing}: it must have "
-                f"SentencePieceVocabulary.vocab_size ({self.vocab_size}) pieces and a "
-                "tag for each language, as a model has that was trained for this task"
+                f"{path} has {size} pieces, but SentencePieceVocabulary.vocab_size is "
+                f"{self.vocab_size}: set it to {size}"
+            )
+        if missing:
+            raise ValueError(
+                f"{path} lacks the tags {missing}: it must have a tag for each "
+                "language, as a model has that was trained for this task"
             )
         return vocabulary
+
+
+def _of_t5(control_ids: tuple[int, int, int]) -> str:
+    if control_ids != (0, -1, 1):
+        return ""
+    return (
+        ". T5's models are refused: their rows start with the padding, which is no "
+        "token here"
+    )
 
 
 def _check_texts(texts: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,11 +92,48 @@ def check_model(name: str, saved: Mapping[str, ArraySpec], wanted: NestedMap) ->
     Raises:
       CheckpointError: they differ; the message lists the first differences.
     """
-    if lines := differences(saved, forms(wanted)):
+    model = forms(wanted)
+    if lines := differences(saved, model):
+        kind, remedy = _kind_and_remedy(saved, model)
         raise CheckpointError(
-            f"{name} is of another model:{bullet_list(lines)}\nuse the configuration "
-            "that it was saved with, or another directory"
+            f"{name} is of another {kind}:{bullet_list(lines)}\nuse the configuration "
+            f"that it was saved with, or {remedy}"
         )
+
+
+def _kind_and_remedy(
+    saved: Mapping[str, ArraySpec], model: Mapping[str, ArraySpec]
+) -> tuple[str, str]:
+    """What differs, and what to do beside going back to the saved configuration."""
+    paths = saved.keys() | model.keys()
+    differing = {path for path in paths if saved.get(path) != model.get(path)}
+    if all(path.startswith("slots.") for path in differing):
+        return "optimizer, with the same weights", (
+            "start another directory with these weights, by InitializeFrom.checkpoint"
+        )
+    # Slots follow from weights.
+    weights = [path for path in differing if path.startswith("theta.")]
+    if weights and all(
+        path in saved and path in model and _is_reshaped(saved[path], model[path])
+        for path in weights
+    ):
+        return "model, the same layers in other stages", (
+            "start another directory with these weights, by InitializeFrom.checkpoint "
+            r'and InitializeFrom.rules = [r"stack\.(.*) -> stack.\1 reshape"], for a '
+            "pipeline of one round"
+        )
+    return "model", "another directory"
+
+
+def _is_reshaped(old: ArraySpec, new: ArraySpec) -> bool:
+    """Whether one has the leading dim of the other as two, stages and layers."""
+    short, long = sorted((old, new), key=lambda spec: len(spec.shape))
+    stages_and_layers, rest = long.shape[:2], long.shape[2:]
+    return (
+        old.dtype == new.dtype
+        and len(long.shape) == len(short.shape) + 1
+        and short.shape == (math.prod(stages_and_layers), *rest)
+    )
 
 
 def bullet_list(lines: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from meshwright.trainers.experiment.bindings.outside_names import (
     KERAS,
     register_keras,
 )
+from meshwright.trainers.experiment.bindings.undone import Places
 
 PARAMS = pathlib.Path(__file__).parents[2] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
@@ -48,6 +49,8 @@ _T = TypeVar("_T")
 
 # Keys of bindings that a later binding put out of use on purpose: see `load`.
 _set_aside: set[tuple[str, str, str]] = set()
+# The bindings that a file undoes, as text: see `undone`.
+_undone: list[str] = []
 
 
 class ConfigError(ValueError):
@@ -100,6 +103,9 @@ def load(
     file that sets up Adam. The bindings until then for the class that it replaces are
     set aside: they need not take effect.
 
+    A file that another includes once more sets its bindings back; where one of these
+    had been replaced in between by a reference to another class, this is an error.
+
     Args:
       gin_files: as for `find_gin_file`; later files override earlier files.
       gin_params: bindings such as `"Adam.beta1 = 0.8"`, which override the files'.
@@ -107,11 +113,17 @@ def load(
     Raises:
       ConfigError: a file does not exist or cannot be parsed; a class, parameter, macro
         or constant is unknown (the message has the nearest known name); a parameter is
-        left at `%gin.REQUIRED`; an imported module has no classes for gin.
+        left at `%gin.REQUIRED`; an imported module has no classes for gin; a file that
+      is read again sets a reference back (the message has both places).
     """
     gin.clear_config()
     _set_aside.clear()
-    with _reading_gin_files(), _noting_replaced_classes(), _checking_imports():
+    _undone.clear()
+    with (
+        _reading_gin_files(),
+        _noting_replaced_classes() as places,
+        _checking_imports(),
+    ):
         for path in gin_files:
             with _explained(f"gin file {os.fspath(path)}"):
                 gin.parse_config_file(os.fspath(path))
@@ -120,6 +132,18 @@ def load(
                 gin.parse_config(line)
         with _explained("gin configuration"):
             gin.finalize()
+    for each in places.undone:
+        if each.loses_a_class:
+            raise ConfigError(str(each))
+        _undone.append(str(each))
+
+
+def undone() -> list[str]:
+    """What `load` found set back by a file that is read again, other than classes.
+
+    Each is a sentence with the binding, its file and line, and those that undo it.
+    """
+    return list(_undone)
 
 
 def build(cls: type[_T]) -> _T:
@@ -290,22 +314,31 @@ def _overridden(binding: Binding, scope: tuple[str, ...]) -> bool:
 
 
 @contextlib.contextmanager
-def _noting_replaced_classes() -> Iterator[None]:
-    """Sets aside the bindings of a class when another reference takes its place."""
-    bind = gin.config.bind_parameter
+def _noting_replaced_classes() -> Iterator[Places]:
+    """Sets aside the bindings of a class when another reference takes its place.
+
+    Yields:
+      Where the bindings are written.
+    """
+    bind, places = gin.config.bind_parameter, Places()
+    following = places.following(gin.config.utils.try_with_location)
 
     def bind_and_note(key, value):
         parsed = gin.config.ParsedBindingKey.parse(key)
         key = (*parsed.config_key, parsed.arg_name)
         before = {binding.key: binding for binding in bindings()}
         bind(key, value)
+        places.note(key, value)
         _set_aside.discard(key)
         if key in before:
             replaced = references(before[key].value) - references(value)
             _put_aside(replaced, before.values())
 
-    with in_place(gin.config, "bind_parameter", bind_and_note):
-        yield
+    with (
+        in_place(gin.config, "bind_parameter", bind_and_note),
+        in_place(gin.config.utils, "try_with_location", following),
+    ):
+        yield places
 
 
 def _put_aside(replaced: set[tuple[str, str]], known: Collection[Binding]) -> None:

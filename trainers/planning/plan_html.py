@@ -37,7 +37,7 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr))
   gap: .6rem; margin: 1rem 0; }
 dl div { border: 1px solid #ddd; border-radius: .3rem; padding: .5rem .7rem; }
 dt { color: #555; font-size: .85rem; }
-dd { margin: 0; font-size: 1.15rem; font-weight: 600; }
+dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
 .beside { display: flex; flex-wrap: wrap; gap: 0 1.5rem; align-items: flex-start; }
 figure { margin: .5rem 0; flex: 1 1 26rem; max-width: 38rem; }
 figcaption { font-weight: 600; font-size: .95rem; }

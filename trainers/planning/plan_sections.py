@@ -115,7 +115,7 @@ def _memory(document: Document) -> Iterator[Section]:
         notes.append(f"To make it fit: {REMEDY}.")
     yield Section(
         name="memory",
-        title=f"Memory of a device, which has {bytes_text(limit)}",
+        title=f"Memory per device ({bytes_text(limit)})",
         notes=notes,
         fields=("bytes", "share", "part"),
         rows=_shares(sizes, limit, "bytes"),

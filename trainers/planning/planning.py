@@ -39,6 +39,7 @@ from meshwright.trainers.planning.plan_pipelines import (
     planned_pipelines,
     recompute_seconds,
 )
+from meshwright.trainers.processes import guarded
 
 CPU = "cpu"
 """The name of the topology of virtual cpu devices, as many as the mesh has."""
@@ -208,7 +209,8 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
     start = time.monotonic()
     program = refusal = None
     try:
-        program = programs.traced_main.compile(_options(pod))
+        with guarded.compiling():
+            program = programs.traced_main.compile(_options(pod))
     except OutOfMemoryError as e:
         refusal = e
     seconds = time.monotonic() - start

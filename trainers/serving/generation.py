@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -24,6 +25,7 @@ from meshwright.tasks.text.continuation import Continuation
 from meshwright.tasks.text.decoding import Decoder
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 # Programs are compiled for prompts up to a power of two, so that they serve others too.
@@ -115,6 +117,14 @@ def check_beams(task: LanguageModel, search: Decoder) -> None:
         )
 
 
+def _row_multiple(experiment: Experiment) -> int:
+    """The number of rows whose multiples divide among devices, in pipelines too."""
+    plan, dims = experiment.plan, ["batch"]
+    if "microbatch" in plan.activations and pipelines(experiment.task):
+        dims.append("microbatch")
+    return math.lcm(*(plan.activation_sharding([d]).splits()[0] for d in dims))
+
+
 def _places(task: LanguageModel, cache_length: int | None) -> int:
     """How many tokens the cache has place for."""
     return task.text.sequence_length if cache_length is None else cache_length
@@ -171,9 +181,7 @@ class Generator:
         self._max_tokens = max_tokens
         self._programs, self._theta, self.search = programs, theta, search
         self._key = random.key_from_seed(seed)
-        (self._batch_splits,) = programs.experiment.plan.activation_sharding(
-            ["batch"]
-        ).splits()
+        self._row_multiple = _row_multiple(programs.experiment)
         self._run = functools.cache(self._compiled)
 
     def all(
@@ -228,7 +236,7 @@ class Generator:
         longest = max(map(len, prompts))
         place = self._cache_length - longest
         most = place if self._max_tokens is None else min(self._max_tokens, place)
-        rows = -(-len(prompts) // self._batch_splits) * self._batch_splits
+        rows = -(-len(prompts) // self._row_multiple) * self._row_multiple
         run = self._run(rows, max(_SHORTEST, 1 << (longest - 1).bit_length()))
         batch = run.batch([*prompts, *[prompts[0]] * (rows - len(prompts))])
         key = random.fold_in(self._key, number).numpy()

@@ -16,6 +16,7 @@ import pytest
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints import checkpoints
+from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec, check_model
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
     CheckpointError,
@@ -286,3 +287,26 @@ def test_orbax_is_quiet_at_info(tmp_path, caplog):
         saver.restore(1, make_abstract())
     messages = [r.getMessage() for r in caplog.records if r.name == "absl"]
     assert messages == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            [4, 8],
+            "of another optimizer, with the same weights:(?s:.*)InitializeFrom.ch",
+        ),
+        (
+            [2, 2, 8],
+            "of another model, the same layers in other stages:(?s:.*)reshape",
+        ),
+        ([4, 9], "of another model:(?s:.*) that it was saved with, or another dir"),
+        ([2, 4, 8], "of another model:(?s:.*) that it was saved with, or another dir"),
+    ],
+)
+def test_what_can_start_from_the_weights_is_said(shape, message):
+    form = ArraySpec((4, 8), "float32")
+    saved = {"theta.stack.w": form, "slots.stack.w.m": form}
+    weights = NestedMap(stack=NestedMap(w=np.zeros(shape, np.float32)))
+    with pytest.raises(CheckpointError, match=message):
+        check_model("step 1", saved, NestedMap(theta=weights))

@@ -207,6 +207,23 @@ def test_an_unknown_macro_names_what_uses_it_and_nothing_else():
     assert listed == ["    Inner.width = %WIDT", "  Did you mean %WIDTH?"]
 
 
+def test_all_macros_that_are_missing_are_named_at_once():
+    with pytest.raises(config.ConfigError, match="Neither is there %B, %C\\."):
+        config.load([], ["Inner.width = %A", "Inner.depth = %B", "Outer.name = %C"])
+
+
+def test_an_unknown_class_is_refused_with_those_that_fit():
+    message = "Experiment.optimizer takes Adafactor, Adam, .*SGD"
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], ["Experiment.optimizer = @Lion()"])
+
+
+def test_a_parameter_by_its_name_in_t5x_is_refused_with_that_of_here():
+    message = "(?s)named 'decay_rate'.*T5X's decay_rate is 'decay_exponent' here"
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], ["Adafactor.decay_rate = 0.8"])
+
+
 def test_a_parameter_by_an_old_name_is_refused_with_its_new_one():
     message = r"(?s)parameter .*'partial_axes'.*It is called 'unreduced_gradient_axes'"
     with pytest.raises(config.ConfigError, match=message):
@@ -417,3 +434,22 @@ def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
     config.load(["mine"], ["Outer.first = @Inner()", "Inner.depth = 5"])
     assert config.build(Outer).first == Inner(width=64, depth=5)
     assert config.check_all_operative() == ["DEPTH = 3"]
+
+
+def test_a_file_read_again_sets_no_reference_back(params, tmp_path):
+    """Adding a shipped file after own lines must not change what these refer to."""
+    mine, added = tmp_path / "cwd" / "mine.gin", tmp_path / "cwd" / "added.gin"
+    mine.write_text("include 'lm/big'\nInner.width = 5\nOuter.first = @one.Twin()\n")
+    added.write_text("include 'mine'\n\ninclude 'lm/big'\n")
+    with pytest.raises(config.ConfigError) as error:
+        config.load(["added"])
+    assert "`Outer.first = @one.Twin()` (mine.gin:3) is replaced by" in str(error.value)
+    assert "lm/big.gin:3, which `include 'lm/big'` (added.gin:3)" in str(error.value)
+    added.write_text(added.read_text() + "Outer.first = @one.Twin()\n")
+    config.load(["added"])
+    assert any(
+        "`Inner.width = 5` (mine.gin:2) is replaced by `Inner.width = 64`" in line
+        for line in config.undone()
+    )
+    config.load(["mine", "lm/base"], ["Inner.width = 7"])
+    assert config.undone() == []

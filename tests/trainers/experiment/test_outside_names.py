@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
+from meshwright.tasks.input.example_order import Split
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.experiment.experiment import Experiment
@@ -185,3 +186,34 @@ def test_a_module_that_is_not_there_is_told(tmp_path):
         "--import=nope: No module named 'nope': it is looked for in the" in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def records(monkeypatch, tmp_path):
+    """The input of the example that reads a language model's text from TFRecords."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import_modules(["my_records"])
+    params = [f"TextRecords.root = '{tmp_path}'", "SEQUENCE_LENGTH = 8"]
+    files = [str(EXAMPLES / "my_records.gin")]
+    return config.load_and_build(Experiment, files, params)[0].task.text
+
+
+def test_texts_of_records_are_documents(records, tmp_path):
+    for name, texts in {
+        "train-0": [b"one", b"two words"],
+        "train-1": [b"three"],
+        "validation-0": [b"held out"],
+    }.items():
+        with tf.io.TFRecordWriter(str(tmp_path / f"{name}.tfrecord")) as writer:
+            for each in texts:
+                value = tf.train.Feature(bytes_list=tf.train.BytesList(value=[each]))
+                feature = tf.train.Features(feature={"text": value})
+                writer.write(tf.train.Example(features=feature).SerializeToString())
+    assert records.statistics(Split.TRAIN).documents == 3
+    assert records.statistics(Split.TRAIN).text_bytes == len(b"onetwo wordsthree")
+    assert records.statistics(Split.HELD_OUT).text_bytes == len(b"held out")
+
+
+def test_a_folder_without_records_is_named(records, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"TextRecords.root: .* in {tmp_path}"):
+        records.statistics(Split.TRAIN)

@@ -118,7 +118,8 @@ def test_the_example_from_t5x_sets_what_its_comments_name():
     """T5X's attention, and create_learning_rate_scheduler's formula."""
     experiment, _ = build_experiment(["docs/examples/from_t5x.gin"], [])
     attention = experiment.task.stack.stack.body.attention
-    assert attention.positions is PositionKind.SHARED and attention.query_scale == 1
+    assert attention.positions is PositionKind.SHARED
+    assert attention.query_scale is None  # T5X's weights begin smaller instead.
     schedule, base, warmup = experiment.optimizer.learning_rate, 0.05, 20
     for step in (0, 1, 19, 20, 21, 80):
         factors = min(1, step / warmup) * math.sqrt(warmup / max(step, warmup))

@@ -102,6 +102,23 @@ def test_eight_devices_generate_as_one(kind, search, partitioner):
     assert lengths == {LENGTH - max(map(len, PROMPTS))}
 
 
+def test_a_pipeline_of_experts_continues_a_single_prompt():
+    """Its microbatches are split over more devices than the batch outside of it."""
+    sizes = (f"SEQUENCE_LENGTH = {LENGTH}", "NUM_LAYERS = 4")
+    alone = small_experiment(*sizes, "MESH_SHAPE = (1, 1)", plan="hybrid", experts=4)
+    start = initial_state(alone)
+    start.theta = start.theta.map(lambda w: 2 * w if w.ndim > 1 else w)
+    split = small_experiment(
+        *("include 'lm/pipeline.gin'", *sizes, "MESH_SHAPE = (2, 4)", *PIPELINE[2:]),
+        plan="pipelined_experts",
+        experts=4,
+    )
+    ((wanted,),) = generator(alone, start).all(PROMPTS[:1])
+    by_stage = state_by_stage(split.task.stack, start)
+    ((got,),) = generator(split, by_stage).all(PROMPTS[:1])
+    assert got.ids == wanted.ids
+
+
 @functools.cache
 def dense():
     return generator(experiment_of("dense", (1, 1)), start_of("dense"))

@@ -287,6 +287,12 @@ def test_a_dry_run_says_what_is_wrong(tmp_path):
     assert "needs 16 devices but 8 cpu devices exist" in too_large
 
 
+def test_a_dry_run_warns_of_a_dim_that_no_weight_has(tmp_path, caplog):
+    params = ("ShardingPlan.weights = {'head': 'Y'}",)
+    assert call_main(tmp_path / "run", *params, dry_run="true") is None
+    assert "weights splits dim 'head', which no weight has; do you" in caplog.text
+
+
 def start(model_dir, *params, device_count):
     """Starts the installed command, as from a shell."""
     command = [

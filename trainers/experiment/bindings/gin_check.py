@@ -10,6 +10,7 @@ import gin
 
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings import stand_ins
+from meshwright.trainers.experiment.bindings.gin_messages import OF_YOURS
 
 
 class _ImportMet(BaseException):  # noqa: N818 (no error, and none to catch as such)
@@ -40,7 +41,12 @@ def check(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
         stack.callback(gin.clear_config)
         stand_ins.register()
         with contextlib.suppress(_ImportMet):
-            config.load(gin_files, gin_params)
+            try:
+                config.load(gin_files, gin_params)
+            except config.ConfigError as error:
+                if OF_YOURS in str(error):  # The real classes say which ones fit.
+                    return
+                raise
             # Where one is missing, what is missing is the better message.
             if {"task", "plan", "optimizer"} <= config.bound_parameters("Experiment"):
                 config.check_all_referred("Experiment")

@@ -25,6 +25,14 @@ MACRO = "gin.macro"
 """Gin's selector of macros; the name of a macro is the scope of its binding."""
 _RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
 """The new names of parameters, by their former names."""
+_MOST_LISTED = 20
+OF_YOURS = "is a class of yours"
+"""What the message on a name that is like no other has."""
+_OF_T5X = {
+    "Adafactor.decay_rate": "decay_exponent",
+    "Adafactor.step_offset": "decay_offset",
+}
+"""The names here of parameters that have others in T5X."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +49,7 @@ class Binding:
         return "/".join(self.scope), self.selector, self.parameter
 
     def __str__(self) -> str:
-        scope = "/".join(self.scope)
-        if self.selector == MACRO:
-            return f"{scope} = {self.value!r}"
-        prefix = f"{scope}/" if scope else ""
-        return f"{prefix}{short_name(self.selector)}.{self.parameter} = {self.value!r}"
+        return f"{key_text(self.key)} = {self.value!r}"
 
 
 def bindings() -> list[Binding]:
@@ -57,6 +61,15 @@ def bindings() -> list[Binding]:
         for (scope, selector), values in gin.config._CONFIG.items()
         for name, value in values.items()
     ]
+
+
+def key_text(key: tuple[str, str, str]) -> str:
+    """A binding's key (scope, selector, parameter) as a gin file has it."""
+    scope, selector, parameter = key
+    if selector == MACRO:
+        return scope
+    prefix = f"{scope}/" if scope else ""
+    return f"{prefix}{short_name(selector)}.{parameter}"
 
 
 def references(value: Any) -> set[tuple[str, str]]:
@@ -72,6 +85,8 @@ def message(text: str) -> str:
         configurable = gin.config._REGISTRY.get_match(match[1])
         if new := _RENAMED.get(f"{short_name(configurable.selector)}.{match[2]}"):
             return f"{text}\n  It is called {new!r} now."
+        if here := _OF_T5X.get(f"{short_name(configurable.selector)}.{match[2]}"):
+            return f"{text}\n  T5X's {match[2]} is {here!r} here."
         parameters = inspect.signature(configurable.wrapped).parameters
         return text + did_you_mean(match[2], parameters)
     if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
@@ -81,8 +96,8 @@ def message(text: str) -> str:
         if difflib.get_close_matches(name, known, cutoff=0.8):
             return text
         return (
-            f"{text}\n  If {name} is a class of yours, the gin file must import the "
-            "module that registers it:\n    import my_package.my_task\n"
+            f"{text}{_fitting(text)}\n  If {name} {OF_YOURS}, the gin file must "
+            "import the module that registers it:\n    import my_package.my_task\n"
             "  or the command be given --import=my_package.my_task, which registers "
             "all that the\n  module defines, as @my_package.my_task.NAME."
         )
@@ -103,6 +118,23 @@ def message(text: str) -> str:
     if match := re.match(rf"No bindings specified for '(.+)/{MACRO}'", text):
         return _unknown_macro(match[1])
     return text
+
+
+def _fitting(text: str) -> str:
+    """The registered classes that the parameter bound in gin's message `text` takes."""
+    match = re.search(r"([\w.]+)\.(\w+) *= *@", text)
+    owner = match and gin.config._REGISTRY.get_match(match[1])
+    wanted = owner and type_hints(owner.wrapped).get(match[2])
+    if not isinstance(wanted, type) or wanted is object:
+        return ""
+    fitting = sorted(
+        short_name(selector)
+        for selector, each in gin.config._REGISTRY.items()
+        if isinstance(each.wrapped, type) and issubclass(each.wrapped, wanted)
+    )
+    if not 0 < len(fitting) <= _MOST_LISTED:
+        return ""
+    return f"\n  {match[1]}.{match[2]} takes {', '.join(fitting)}."
 
 
 def missing_parameters(text: str) -> str:
@@ -178,7 +210,21 @@ def _unknown_macro(name: str) -> str:
         if wanted := hints.get(users[0].parameter):
             hint = f"\n  It must be {spelling(wanted)}."
     listed = "".join(f"\n    {bound}" for bound in users)
+    if others := sorted(_undefined_macros() - {name}):
+        hint += f"\n  Neither is there {', '.join(f'%{other}' for other in others)}."
     return f"no macro or constant %{name}, used by{listed}{hint}"
+
+
+def _undefined_macros() -> set[str]:
+    """The macros that bindings refer to, directly, and that nothing sets."""
+    bound = {"/".join(b.scope) for b in bindings() if b.selector == MACRO}
+    referred = {
+        scope
+        for b in bindings()
+        for scope, selector in references(b.value)
+        if selector == MACRO
+    }
+    return referred - bound
 
 
 def _suffixes(selectors: Any, *, like: str) -> list[str]:
@@ -207,7 +253,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     known = sorted(set(known))
     if near := nearest(name, known, prefix):
         return near
-    if 0 < len(known) <= 20:
+    if 0 < len(known) <= _MOST_LISTED:
         return f"\n  Known are {', '.join(prefix + text for text in known)}."
     return ""
 

@@ -98,7 +98,8 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
     for line in why_not(space, result):
         print(f"why not {line}")
     output.write_text(search_text.winner(space, result))
-    print(f"wrote {output}: meshwright-train --gin_file={output}")
+    flags_needed = search_text.import_flags()
+    print(f"wrote {output}: meshwright-train{flags_needed} --gin_file={output}")
 
 
 def _output() -> pathlib.Path:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.experiment.bindings.outside_names import imported
 from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.search.found.found_plans import table_text
 from meshwright.trainers.planning.search.search import RankedCandidate, SearchResult
@@ -40,7 +41,7 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         f"{len(outcome.ranked)} did fit. {_order(space)}",
         "With "
         + ", ".join(f"{n} {plan_cache.versions()[n]}" for n in _VERSIONS)
-        + ". Nothing must be set.",
+        + f". {_needed()}",
     ]
     lines = [f"# {line}" for text in comment for line in textwrap.wrap(text, 78)]
     if best.promising.candidate.plan.is_found:
@@ -50,6 +51,17 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
     lines += ["", *space.gin_params] if space.gin_params else []
     lines += ["", *best.bindings()]
     return "\n".join(lines) + "\n"
+
+
+def import_flags() -> str:
+    """What a command needs for the modules that this search imported, or ""."""
+    return "".join(f" --import={name}" for name in imported())
+
+
+def _needed() -> str:
+    if flags := import_flags():
+        return f"Must be given:{flags}; nothing else must be set."
+    return "Nothing must be set."
 
 
 def _order(space: SearchSpace) -> str:

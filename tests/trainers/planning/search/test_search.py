@@ -153,6 +153,15 @@ def test_a_candidate_that_cannot_be_built_is_a_refusal(tmp_path):
     assert "every Repeat got its recompute from" in result.refusal
 
 
+def test_the_winner_names_the_modules_that_it_needs(small, monkeypatch):
+    assert "Nothing must be set." in search_text.winner(small, searched(small))
+    monkeypatch.setattr(search_text, "imported", lambda: ("my_input", "my_models"))
+    text = search_text.winner(small, searched(small)).replace("\n# ", " ")
+    flags = search_text.import_flags()
+    assert flags == " --import=my_input --import=my_models"
+    assert f"Must be given:{flags}; nothing else must be set." in text
+
+
 def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
     text = search_text.winner(small, searched(small))
     assert text == search_text.winner(small, searched(small))

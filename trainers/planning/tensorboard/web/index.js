@@ -118,7 +118,7 @@ async function pipeline(run) {
     return [
       h("h2", {}, planned.path),
       h("p", {class: "soft"}, `${planned.num_stages} stages, ${planned.num_microbatches} microbatches, `
-        + `${planned.num_repeats} rounds, ${planned.iterations} iterations, `
+        + `${planned.num_repeats} ${planned.num_repeats === 1 ? "round" : "rounds"}, ${planned.iterations} iterations, `
         + `${(100 * planned.bubble_fraction).toFixed(1)}% bubbles`
         + (planned.timetable.length > shown.length ? `; the first ${shown.length} are drawn` : "")),
       h("p", {class: "soft"}, "A row for each stage, a column for each iteration; the number is "
