@@ -3,12 +3,14 @@
     python benchmarks/papers/pipeline_schedules.py [--microbatches=16] [--repeats=1,2,4]
       [--orders=FORWARD_FIRST,ONE_F_ONE_B] [--deferred=,.*] [--parts=1]
       [--recompute=NOTHING] [--topology=v3:8x16] [--job=paper/table4_8x8x4.gin]
+      [--own_batch]
 
-The pipelined Transformer of GSPMD's Table 4, smaller batches, with 8 stages: GPipe's
-schedule and the circular one, gradients of weights in the backward loop or after it
-(`Pipeline.deferred_gradients`), backward passes after all forward passes, or in turns
-with them (`Pipeline.order`). In `parts` a step goes through the pipeline that often,
-with so many times fewer microbatches (`Experiment.gradient_accumulation_steps`).
+The pipelined Transformer of GSPMD's Table 4 with 8 stages, in smaller batches or with
+`--own_batch` in the job's: GPipe's schedule and the circular one, gradients of weights
+in the backward loop or after it (`Pipeline.deferred_gradients`), backward passes after
+all forward passes, or in turns with them (`Pipeline.order`). In `parts` a step goes
+through the pipeline that often, with so many times fewer microbatches
+(`Experiment.gradient_accumulation_steps`).
 
 "idle" is the bubbles' part of the time that the stages take, "formula" that part if
 forward, input gradients and weight gradients took equally long; "alive" is for how many
@@ -97,17 +99,21 @@ def planned(
     gin_file: str,
     topology: str,
     repeats: int,
-    microbatches: int,
+    microbatches: int | None,
     deferred: str,
     recompute: str | None,
     parts: int,
     order: PipelineOrder = PipelineOrder.FORWARD_FIRST,
 ) -> CompileReport:
-    """The compiled step, with `Repeat.recompute` as the job has it if not given."""
-    params = [
-        f"NUM_MICROBATCHES = {microbatches // parts}",
-        f"Experiment.gradient_accumulation_steps = {parts}",
-        f"GLOBAL_BATCH = {microbatches * ROWS_A_MICROBATCH}",
+    """The compiled step; what is None is as the job has it."""
+    params = []
+    if microbatches is not None:
+        params += [
+            f"NUM_MICROBATCHES = {microbatches // parts}",
+            f"Experiment.gradient_accumulation_steps = {parts}",
+            f"GLOBAL_BATCH = {microbatches * ROWS_A_MICROBATCH}",
+        ]
+    params += [
         f"Pipeline.num_repeats = {repeats}",
         f"Pipeline.order = %PipelineOrder.{order.name}",
         f"Pipeline.deferred_gradients = {(deferred,) if deferred else ()}",
@@ -150,6 +156,7 @@ def define_flags() -> None:
     flags.DEFINE_string("job", "paper/table4_8x8x4.gin", "It has GLOBAL_BATCH.")
     flags.DEFINE_string("topology", "v3:8x16", "The topology.")
     flags.DEFINE_integer("microbatches", 16, "A step.", lower_bound=1)
+    flags.DEFINE_bool("own_batch", False, "The job's own batch and microbatches.")
     policies = [policy.name for policy in Recompute]
     flags.DEFINE_enum("recompute", None, policies, "`Repeat.recompute`, if given.")
     flags.DEFINE_list("repeats", ["1", "2", "4"], "Rounds of the schedules.")
@@ -179,15 +186,16 @@ def main(argv: Sequence[str]) -> None:
             given.job,
             given.topology,
             repeats,
-            given.microbatches,
+            None if given.own_batch else given.microbatches,
             deferred,
             given.recompute,
             parts,
             order,
         )
         print(row(report, deferred), flush=True)
-    stages = report.pipelines[0].schedule.num_stages
-    for name, each in formulas_of_others(stages, given.microbatches).items():
+    last = report.pipelines[0].schedule
+    others = formulas_of_others(last.num_stages, last.num_microbatches * parts)
+    for name, each in others.items():
         print(f"{name:18} {'':16} {'':4} {each[1]:6.1f} {'':8} {each[0]:8.1%}")
 
 
