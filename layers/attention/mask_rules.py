@@ -269,7 +269,7 @@ def visibility(
     if queries.segment is not None:
         parts.append(queries.segment == keys.segment)
     if paddings is not None:
-        of_each = paddings if paddings.shape.rank == 3 else paddings[:, None, :]
+        of_each = paddings if len(paddings.shape) == 3 else paddings[:, None, :]
         parts.append(of_each == 0)
     visible = None
     for part in parts:

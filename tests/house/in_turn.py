@@ -24,11 +24,11 @@ TESTS = pathlib.Path(__file__).parents[1]
 _FIRST = (
     ("framework/functions/fit",),
     ("framework/compiler", "framework/repair", "framework/updates"),
-    ("layers/attention", "operators"),
+    ("layers/attention/blocks",),
     ("layers/stacks",),
     ("trainers",),
 )
-_ROOMS = ("framework/functions", "framework", "layers", ".")
+_ROOMS = ("framework/functions", "framework", "layers/attention", "layers", ".")
 _COUNTS = re.compile(r"(\d+) ([a-z]+)")
 _CLOSING = re.compile(r"(=+ )?(\d+ [a-z]+|no tests ran)\b.* in [\d.]+s\b")
 

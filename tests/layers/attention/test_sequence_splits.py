@@ -32,8 +32,8 @@ from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.pipelines.stages import StageMode
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.transformer import transformer_layer
+from tests.layers.attention.blocks.test_blockwise import EveryOther
 from tests.layers.attention.on_devices import gradients_of, some_of
-from tests.layers.attention.test_blockwise import EveryOther
 from tests.trainers.parity import initial_state, small_experiment, train
 
 B, S, T, M = 4, 37, 23, 8
