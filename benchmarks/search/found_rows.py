@@ -111,7 +111,7 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
             made = compiled(space, candidate, cache)
             found.append({**made, "propagated_s": plan.priced.seconds})
     paper = configured(space.experiment)
-    known = finder.look_up(paper)
+    papers = finder.look_up(paper)
     return {
         "row": row,
         "topology": space.torus.name,
@@ -125,7 +125,7 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
         "found": found,
         "paper": {
             **compiled(space, paper, cache),
-            "propagated_s": known and known.priced.seconds,
+            "propagated_s": papers and papers.priced.seconds,
         },
     }
 
