@@ -191,7 +191,12 @@ def _others(of_round: Callable, count: tf.Tensor, inputs: NestedMap) -> tf.Tenso
                 return [number + 1, *body(number, *sums)]
 
             state = [tf.constant(1), *start]
-            return tf.while_loop(lambda number, *_: number < count, step, state)[1:]
+            return tf.while_loop(
+                lambda number, *_: number < count,
+                step,
+                state,
+                name="expected_0_trips",  # For estimates of a step's time.
+            )[1:]
 
         def add(number, out):
             return [out + of_round(number, inputs.pack(flat))]

@@ -51,6 +51,8 @@ _HELD = re.compile(
     r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+",'
     r'"size":"(?P<bytes>\d+)"'
 )
+# In the name of a loop whose trips the program computes.
+_EXPECTED = re.compile(r"\bexpected_(\d+)_trips")
 # An op whose operands and results alone take this share of its time waits for memory.
 _MEMORY_BOUND = 0.6
 
@@ -239,6 +241,8 @@ class Walk(abc.ABC):
         """From the bound in the loop's condition: TPU programs do not state trips."""
         if loop.trips is not None:
             return loop.trips
+        if expected := _EXPECTED.search(loop.op_name):
+            return int(expected[1])
         root = next(i for i in self.inside[condition] if i.is_root)
         trips = [
             -(-(bound - self.first(loop, number)) // self.step(loop, number))
@@ -247,7 +251,9 @@ class Walk(abc.ABC):
         if not trips:
             raise ValueError(
                 f"loop {loop.name} ({loop.op_name}) has no bound that can be read, so "
-                "its time cannot be estimated"
+                "its time cannot be estimated; a loop whose trips depend on data is "
+                "counted as often as its name expects: "
+                'tf.while_loop(..., name="expected_1_trips")'
             )
         return min(trips)
 

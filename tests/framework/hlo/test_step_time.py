@@ -315,6 +315,14 @@ def test_a_loop_without_a_bound_is_an_error():
         estimate(text)
 
 
+def test_a_loop_has_the_trips_that_its_name_expects():
+    text = PROGRAM.replace("constant(32)", "constant({...})")
+    text = text.replace(
+        "body=%body", 'body=%body, metadata={op_name="jit(f)/expected_5_trips"}'
+    )
+    assert estimate(text).collectives[0].count == 5
+
+
 def test_trips_that_the_compiler_says_count():
     text = PROGRAM.replace(
         "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'

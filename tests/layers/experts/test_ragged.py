@@ -145,4 +145,6 @@ def test_a_tpu_multiplies_no_rows_by_experts_of_others():
     assert len(kernels) >= 4
     times = step_time(module, plan.mesh, order_of(plan.mesh, topology(name)))
     priced = [op for op in times.ops if op.name.startswith("ragged-dot-n")]
-    assert len(priced) >= 4 and all(op.seconds > 0 for op in priced)
+    first = [op for op in priced if op.count]  # Of rounds; others are not expected.
+    assert len(first) >= 4 and all(op.seconds > 0 for op in first)
+    assert len(priced) > len(first)
