@@ -178,8 +178,8 @@ def assert_optimizer_parity(
       specs: nested map of the weights' specs; first weights are from a fixed key.
       plan: where weights and slots are split.
       partitioner: Shardy or GSPMD.
-      update_sharding: whether updates are sharded, and the data axes; None: they are
-        not.
+      update_sharding: whether updates are sharded, and the data axes, with the default
+        argument and result; None: they are not.
       steps: how many updates.
       tolerance: of an element, as in `assert_layer_parity`.
 
@@ -191,24 +191,15 @@ def assert_optimizer_parity(
     slots = optimizer.slots(specs)
     state_specs = NestedMap(theta=specs, slots=slots)
     state = initialize(state_specs, key)
-    count = plan.mesh.size
 
     def update(state, step, examples):
         grads = examples.map(lambda x: tf.reduce_sum(x, 0))
         new = optimizer.update(step, grads, state.theta, state.slots, specs)
         return {"state": NestedMap(theta=new.theta, slots=new.slots)}
 
-    def examples(step):
-        drawn = random.fold_in(key, step)
-        return specs.map_with_path(
-            lambda path, spec: random.normal(
-                random.fold_in(drawn, path), [count, *spec.shape]
-            )
-        )
-
     data_axes = update_sharding.data_axes if update_sharding else ()
     shardings = state_specs.map_with_path(lambda path, s: s.sharding(plan, path))
-    args = state, tf.constant(0), examples(0)
+    args = state, tf.constant(0), _examples(specs, plan.mesh.size, 0)
     program = compile_program(
         update,
         tf.nest.map_structure(tf.TensorSpec.from_tensor, args),
@@ -225,13 +216,23 @@ def assert_optimizer_parity(
     )
     got = state.map(lambda value: value.numpy())
     for step in range(steps):
-        given = examples(step)
+        given = _examples(specs, plan.mesh.size, step)
         state = update(state, tf.constant(step), given)["state"]
         given = given.map(lambda value: value.numpy())
         got = program(got, np.int32(step), given)["state"]
     got = program.unshard({"state": got})["state"]
     _assert_alike(
         dict(got.items_by_path()), dict(state.items_by_path()), tolerance, tf.float32
+    )
+
+
+def _examples(specs: NestedMap, count: int, step: int) -> NestedMap:
+    """Random numbers of `count` examples for each weight, [count, *its shape]."""
+    key = random.key_from_seed(step + 1)
+    return specs.map_with_path(
+        lambda path, spec: random.normal(
+            random.fold_in(key, path), [count, *spec.shape]
+        )
     )
 
 

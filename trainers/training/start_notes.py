@@ -82,7 +82,8 @@ def warn_of_unknown_dims(programs: StepPrograms) -> None:
     Either may be a typo, which splits nothing.
     """
     plan = programs.noted_dims()
-    dims = {path: spec.dims for path, spec in programs.state_specs.items_by_path()}
+    specs = programs.weights, programs.state_specs  # The weight names its slots' dims.
+    dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
     weight_dims = {dim for of in dims.values() for dim in of}
     tables = {
         "weights": (plan.weights, weight_dims, "weight"),

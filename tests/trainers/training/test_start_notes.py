@@ -78,7 +78,7 @@ def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
 
 def test_a_misspelt_dim_of_a_weight_is_warned_of(caplog):
     programs = StepPrograms(small_programs().experiment)
-    specs = programs.state_specs
+    specs = programs.weights
     path, spec = next(item for item in specs.items_by_path() if "model" in item[1].dims)
     dims = ["modell" if dim == "model" else dim for dim in spec.dims]
     specs.set_path(path, dataclasses.replace(spec, dims=tuple(dims)))
