@@ -413,15 +413,15 @@ class _Report:
             dtype=instruction.dtype,
             sharding=sharding,
             annotated=annotated,
-            why_replicated=self._why(parts, sharding, requested),
+            why_replicated=self._why(parts, instruction, requested),
             collectives=tuple(self.collectives.get(name, ())),
             requested=None if followed else requested,
             resharded_from=self._resharded_from(instruction) if annotated else None,
             **_sizes(sharding, instruction.shape, itemsize(instruction.dtype)),
         )
 
-    def _why(self, parts, sharding, requested: Sharding | None) -> Why | None:
-        if not _is_replicated(sharding):
+    def _why(self, parts, of: Instruction, requested: Sharding | None) -> Why | None:
+        if not _is_replicated(self.completion.sharding(of)):
             return None
         if requested is not None and requested.is_replicated():
             return Why.ANNOTATED
@@ -431,20 +431,21 @@ class _Report:
         why = _why_inside(
             [near for part in parts for near in self.completion.around(part)]
         )
-        is_update = why is Why.UNDECIDED and self._is_gathered(parts)
+        is_update = why is Why.UNDECIDED and self._is_gathered(parts, of.shape)
         return Why.UPDATE if is_update else why
 
-    def _is_gathered(self, parts: Sequence[Instruction]) -> bool:
-        """Whether weight-update sharding, which annotates what it gathers, does so.
+    def _is_gathered(self, parts: Sequence[Instruction], shape) -> bool:
+        """Whether weight-update sharding annotates it unsplit, and not split after.
 
         Completion makes a copy of an annotation, here of one that no TF op made.
         """
-        return self.updates is not None and any(
-            part.opcode == "copy"
-            and self.updates.may_gather(part.shape)
-            and self.module.by_name[part.operands[0]] in parts
+        copies = [
+            self.completion.sharding(part)
             for part in parts
-        )
+            if part.opcode == "copy" and self.module.by_name[part.operands[0]] in parts
+        ]
+        may = self.updates is not None and self.updates.may_gather(shape)
+        return may and bool(copies) and all(map(_is_replicated, copies))
 
     def _resharded_from(self, instruction: Instruction) -> Sharding | str | None:
         """The sharding of the tensor that is annotated again, if it is another one."""

@@ -198,6 +198,7 @@ def _with_update(reason: TensorReason, updates: UpdateReport) -> TensorReason:
             )
     elif updates.may_gather(tensor.shape) and any(
         transfer.tensor == transfer.at == tensor.name
+        and "all-gather" in transfer.kinds
         and any(o.kind is OriginKind.COMPILER for o in transfer.after_origins)
         and set(transfer.axes) & set(updates.data_axes)
         for transfer in reason.transfers
