@@ -65,12 +65,14 @@ test-slow: install
 
 # The operator matrix with this many cases, others for each seed;
 # docs/internals/operators.md.
-# LAYOUTS=1 draws single operators over all axes instead.
+# LAYOUTS=1 draws single operators over all axes instead; OPERATOR=gather draws that one;
+# ROW='uneven indices' says of how many cases that row of the table of faults is needed.
 CASES ?= 5000
 SEED ?= $(shell date +%s)
 matrix: install
 	$(BIN)/python -m tests.operators.matrix --cases=$(CASES) --seed=$(SEED) \
-	  --workers=$(WORKERS) $(if $(LAYOUTS),--layouts)
+	  --workers=$(WORKERS) $(if $(LAYOUTS),--layouts) \
+	  $(if $(OPERATOR),--operators $(OPERATOR)) $(if $(ROW),--row='$(ROW)')
 
 # So many hostile files for each reader, others for each seed;
 # docs/internals/hostile_input.md.

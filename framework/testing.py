@@ -1,27 +1,47 @@
-"""Tests of layers: they compute the same numbers on one device and on a mesh."""
+"""Tests of layers and optimizers: the same numbers on one device and on a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
+from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
     Mode,
+    WeightSpec,
     added_up,
     annotate_weights,
     initialize,
 )
+from meshwright.framework.modeling.optimizers.optimizer import Optimizer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import NotingPlan, ShardingPlan
+
+_DRAWING = frozenset(
+    {
+        "Multinomial",
+        "ParameterizedTruncatedNormal",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+        "TruncatedNormal",
+    }
+)
+"""Types of TF's ops that draw other numbers in each call."""
 
 
 def assert_layer_parity(
@@ -60,13 +80,18 @@ def assert_layer_parity(
 
     Raises:
       AssertionError: a tensor differs; the message names it. Or a dim has a name that
-        is in no table of the plan and resembles one of `plan.activations`.
+        is in no table of the plan and resembles one of the table that it would be in.
+        Or `fprop` draws random numbers that are others in each call.
+      TypeError: `weights()` is no nested map of weight specs.
+      LoweringError: the layer cannot become a program, for instance because the size
+        of a tensor depends on values.
     """
+    specs = _specs_of(layer)
     single_plan = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
     )
     key = random.key_from_seed(0)
-    theta = initialize(layer.weights(), key)
+    theta = initialize(specs, key)
     args = tf.nest.map_structure(tf.convert_to_tensor, (theta, x, inputs, key))
 
     def results_under(plan, layer=layer):
@@ -79,7 +104,7 @@ def assert_layer_parity(
         return results
 
     want = results_under(single_plan, reference or layer)(*args)
-    weights = layer.weights().map_with_path(lambda path, s: s.sharding(plan, path))
+    weights = specs.map_with_path(lambda path, s: s.sharding(plan, path))
     noting = NotingPlan.of(plan)
     program = compile_program(
         results_under(noting),
@@ -89,18 +114,13 @@ def assert_layer_parity(
         partitioner=partitioner,
         name=type(layer).__name__,
     )
-    named = {dim for spec in layer.weights().leaves() for dim in spec.dims}
+    name = type(layer).__name__
+    named = {path: spec.dims for path, spec in specs.items_by_path()}
     if misspelt := noting.misspelt(named):
-        raise AssertionError(f"{type(layer).__name__}: {misspelt[0]}")
+        raise AssertionError(f"{name}: {misspelt[0]}")
+    _refuse_other_draws(name, program.sources)
     got = program.unshard(program(*tf.nest.map_structure(lambda t: t.numpy(), args)))
-    want = {name: np.float64(value) for name, value in want.items()}
-    largest = {name: np.abs(value).max(initial=0) for name, value in want.items()}
-    epsilon = float(jnp.finfo(activation_dtype.as_numpy_dtype).eps)
-    rounding = min(epsilon, tolerance / 10) * max(largest.values())
-    for name, expected in want.items():
-        atol = max(tolerance * largest[name], rounding)
-        actual = np.float64(got[name])
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=name)
+    _assert_alike(got, want, tolerance, activation_dtype)
 
 
 def _outputs_and_gradients(
@@ -115,6 +135,8 @@ def _outputs_and_gradients(
         tape.watch(sources)
         annotated = annotate_weights(ctx.plan, layer.weights(), theta)
         outputs = tf.nest.flatten(layer.fprop(ctx, annotated, x, **inputs))
+        if not all(y.shape.is_fully_defined() for y in outputs):
+            return {str(i): y for i, y in enumerate(outputs)}  # Compiling refuses it.
         products = [
             tf.reduce_sum(tf.cast(y, tf.float32) * _like(y, i))
             for i, y in enumerate(outputs)
@@ -132,3 +154,133 @@ def _outputs_and_gradients(
 def _like(output: tf.Tensor, i: int) -> tf.Tensor:
     """Random numbers, for a gradient that depends on every element of the output."""
     return random.normal(random.key_from_seed(i + 1), output.shape)
+
+
+def assert_optimizer_parity(
+    optimizer: Optimizer,
+    specs: NestedMap,
+    *,
+    plan: ShardingPlan,
+    partitioner: Partitioner = Partitioner.SHARDY,
+    update_sharding: UpdateSharding | None = None,
+    steps: int = 3,
+    tolerance: float = 1e-5,
+) -> None:
+    """Asserts that an optimizer updates weights on `plan`'s mesh as on one device.
+
+    It compares weights and slots after some updates. Gradients are sums of random
+    numbers over as many examples as the mesh has devices; the data axes split them, so
+    that weight-update sharding applies. One device means TF alone, as in
+    `assert_layer_parity`.
+
+    Args:
+      optimizer: the optimizer.
+      specs: nested map of the weights' specs; first weights are from a fixed key.
+      plan: where weights and slots are split.
+      partitioner: Shardy or GSPMD.
+      update_sharding: whether updates are sharded, and the data axes, with the default
+        argument and result; None: they are not.
+      steps: how many updates.
+      tolerance: of an element, as in `assert_layer_parity`.
+
+    Raises:
+      AssertionError: a weight or slot differs; the message names it.
+      TypeError, ValueError: as `Optimizer.update`.
+    """
+    key = random.key_from_seed(0)
+    slots = optimizer.slots(specs)
+    state_specs = NestedMap(theta=specs, slots=slots)
+    state = initialize(state_specs, key)
+
+    def update(state, step, examples):
+        grads = examples.map(lambda x: tf.reduce_sum(x, 0))
+        new = optimizer.update(step, grads, state.theta, state.slots, specs)
+        return {"state": NestedMap(theta=new.theta, slots=new.slots)}
+
+    data_axes = update_sharding.data_axes if update_sharding else ()
+    shardings = state_specs.map_with_path(lambda path, s: s.sharding(plan, path))
+    args = state, tf.constant(0), _examples(specs, plan.mesh.size, 0)
+    program = compile_program(
+        update,
+        tf.nest.map_structure(tf.TensorSpec.from_tensor, args),
+        plan.mesh,
+        in_shardings=[
+            shardings,
+            None,
+            specs.map(lambda s: [data_axes, *[None] * len(s.shape)]),
+        ],
+        out_shardings={"state": shardings},
+        partitioner=partitioner,
+        update_sharding=update_sharding,
+        name=type(optimizer).__name__,
+    )
+    got = state.map(lambda value: value.numpy())
+    for step in range(steps):
+        given = _examples(specs, plan.mesh.size, step)
+        state = update(state, tf.constant(step), given)["state"]
+        given = given.map(lambda value: value.numpy())
+        got = program(got, np.int32(step), given)["state"]
+    got = program.unshard({"state": got})["state"]
+    _assert_alike(
+        dict(got.items_by_path()), dict(state.items_by_path()), tolerance, tf.float32
+    )
+
+
+def _examples(specs: NestedMap, count: int, step: int) -> NestedMap:
+    """Random numbers of `count` examples for each weight, [count, *its shape]."""
+    key = random.key_from_seed(step + 1)
+    return specs.map_with_path(
+        lambda path, spec: random.normal(
+            random.fold_in(key, path), [count, *spec.shape]
+        )
+    )
+
+
+def _specs_of(layer: Layer) -> NestedMap:
+    """The specs of a layer's weights.
+
+    Raises:
+      TypeError: they are no nested map of weight specs.
+    """
+    specs = layer.weights()
+    name = f"{type(layer).__name__}.weights()"
+    if not isinstance(specs, NestedMap):
+        raise TypeError(
+            f"{name} returned a {type(specs).__name__}; return a NestedMap of "
+            "WeightSpec, such as NestedMap(w=WeightSpec(...))"
+        )
+    for path, spec in specs.items_by_path():
+        if not isinstance(spec, WeightSpec):
+            raise TypeError(
+                f"{name} has a {type(spec).__name__} at {path!r}; describe the weight "
+                "by a WeightSpec"
+            )
+    return specs
+
+
+def _refuse_other_draws(name: str, sources: Sources) -> None:
+    """Refuses a program `name` whose random numbers are others in each call."""
+    for op_name in sources.order:
+        if sources.find(op_name).op_type in _DRAWING:
+            raise AssertionError(
+                f"{name}: {sources.text(op_name)} draws other random numbers in each "
+                "call, so that no two calls agree: draw them from ctx.random_key(), by "
+                "the functions of meshwright.framework.modeling.random"
+            )
+
+
+def _assert_alike(
+    got: Mapping[str, Any],
+    want: Mapping[str, Any],
+    tolerance: float,
+    dtype: tf.DType,
+) -> None:
+    """Compares tensors by name as `assert_layer_parity` describes."""
+    want = {name: np.float64(value) for name, value in want.items()}
+    largest = {name: np.abs(value).max(initial=0) for name, value in want.items()}
+    epsilon = float(jnp.finfo(dtype.as_numpy_dtype).eps)
+    rounding = min(epsilon, tolerance / 10) * max(largest.values())
+    for name, expected in want.items():
+        atol = max(tolerance * largest[name], rounding)
+        actual = np.float64(got[name])
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=name)

@@ -229,8 +229,9 @@ class Program:
           ValueError: there is no such tensor, line or layer, or no such axis; or the
             mesh has one device.
         """
-        by = self.partitioner
-        return why(self.reasons, target, axis, partitioner=by, is_compiled=True)
+        return why(
+            self.reasons, target, axis, self.partitioner, self.updates, is_compiled=True
+        )
 
     def hlo_text(self) -> str:
         """The partitioned, optimized HLO of one device."""
@@ -284,7 +285,7 @@ class TracedProgram:
 
     def why(self, target: str, axis: str | None = None) -> Answer:
         """See `Program.why`; nothing has to be compiled."""
-        return why(self.reasons, target, axis, partitioner=self.target.partitioner)
+        return why(self.reasons, target, axis, self.target.partitioner, self.updates)
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, as a nest of its structure."""

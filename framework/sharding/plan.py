@@ -256,25 +256,43 @@ class NotingPlan(ShardingPlan):
                 self.noted.setdefault(dim, name)
         return super()._sharding(table, dims, name)
 
-    def misspelt(self, weight_dims: Collection[str]) -> list[str]:
-        """For each noted dim that looks like a misspelt name of the table a sentence.
+    def misspelt(self, weights: Mapping[str, Sequence[str]]) -> list[str]:
+        """For each dim that looks like a misspelt name of its table a sentence.
 
         Args:
-          weight_dims: the names of the weights' dims, which are right.
+          weights: the names of each weight's dims, by its path.
         """
-        known = {*self.weights, *self.activations, *weight_dims, "stream"}
-        lines = []
-        for dim, tensor in self.noted.items():
-            if not dim or dim in known:
-                continue
-            near = difflib.get_close_matches(dim, self.activations, 1, cutoff=_ALIKE)
-            if near:
-                lines.append(
-                    f"dim {dim!r} of {tensor!r} is in no table of the plan, so that "
-                    f"nothing splits it; near it is {near[0]!r}: write that, or give "
-                    f"ShardingPlan.activations the entry {dim!r}: None"
-                )
-        return lines
+        known = {*self.weights, *self.activations, "stream"}
+        tensors: dict[str, str] = {}
+        for path, dims in weights.items():
+            for dim in dims:
+                tensors.setdefault(dim, path)
+        wrong = _misspelt(tensors, "weights", self.weights, known)
+        known |= tensors.keys() - wrong.keys()
+        noted = {d: name for d, name in self.noted.items() if d not in wrong}
+        wrong |= _misspelt(noted, "activations", self.activations, known)
+        return list(wrong.values())
+
+
+def _misspelt(
+    tensors: Mapping[str, str], name: str, table: Mapping, known: Collection[str]
+) -> dict[str, str]:
+    """A sentence for each dim of `tensors` that is like a name of the table `name`."""
+    lines = {}
+    for dim, tensor in tensors.items():
+        if not dim or dim in known:
+            continue
+        # `in_channels` is no misspelling of `channels`.
+        words = set(dim.split("_"))
+        others = [other for other in table if not words.issuperset(other.split("_"))]
+        near = difflib.get_close_matches(dim, others, 1, cutoff=_ALIKE)
+        if near:
+            lines[dim] = (
+                f"dim {dim!r} of {tensor!r} is in no table of the plan, so that "
+                f"nothing splits it; near it is {near[0]!r}: write that, or give "
+                f"ShardingPlan.{name} the entry {dim!r}: None"
+            )
+    return lines
 
 
 def _reduced(sharding: Sharding, axes: Sequence[str]) -> Sharding:

@@ -18,13 +18,23 @@ from collections.abc import Iterable, Mapping, Sequence
 # TF's own kernels are the measure; see `tests/conftest.py` for why not by oneDNN.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+from meshwright.framework.sharding.mesh import did_you_mean  # noqa: E402
 from tests.operators.definitions.operators import OPERATORS  # noqa: E402
-from tests.operators.judging.apart import Outcome  # noqa: E402
-from tests.operators.judging.groups import Group, Judged, groups, judged, shrunk  # noqa: E402
+from tests.operators.judging.apart import Outcome, check_rows  # noqa: E402
+from tests.operators.judging.groups import (  # noqa: E402
+    Group,
+    Judged,
+    groups,
+    judged,
+    judged_without,
+    shrunk,
+)
 from tests.operators.judging.layouts import LAYOUTS  # noqa: E402
 
 Kind = tuple[str, str]
 """An operator, and what becomes of it: faults that probably have one cause."""
+_RIGHT_TOO = 3
+"""How many cases are printed that are right without a row."""
 
 
 def main() -> int:
@@ -34,8 +44,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--layouts", action="store_true", help="of single operators")
     parser.add_argument("--operators", nargs="*", help="all, if not named")
+    parser.add_argument("--row", help="of the table of faults: what it is needed for")
     parser.add_argument("--no_shrinking", action="store_true")
     args = parser.parse_args()
+    for name in args.operators or []:
+        if name not in (known := [*OPERATORS, *LAYOUTS]):
+            parser.error(f"no operator is named {name!r}{did_you_mean(name, known)}")
+    check_rows([args.row] if args.row else [])
     print(f"SEED={args.seed}", flush=True)
     operators = args.operators or list(LAYOUTS if args.layouts else OPERATORS)
     requested = groups(operators, args.cases, args.seed)
@@ -47,6 +62,8 @@ def main() -> int:
         faults = _by_kind(judged)
         if not args.no_shrinking:
             _print_shrunk(pool, judged, faults)
+        if args.row:
+            _print_row(pool, judged, args.row)
     print(f"SEED={args.seed}")
     return 1 if faults or len(judged) < sum(group.count for group in requested) else 0
 
@@ -115,6 +132,21 @@ def _print_shrunk(
         print(f"\n{len(of)} of {operator} ({', '.join(which)}): {kind}")
         case = done.result()
         print(f"{case.group.partitioner.value}: {case}", flush=True)
+
+
+def _print_row(pool, judged: Iterable[Judged], row: str) -> None:
+    """Of the cases that meet a row, how many it is needed for; and some that it is not.
+
+    Only the first case of a program has what was repaired, for all of them.
+    """
+    met = {case.group for case in judged if row in case.verdict.repairs}
+    cases = [case for case in judged if case.group in met]
+    answers = pool.map(judged_without, cases, [row] * len(cases))
+    without = [case for case in answers if case is not None]
+    right = [case for case in without if not case.verdict.outcome.is_fault]
+    print(f"\n{len(without)} cases meet {row!r}; {len(right)} are right without it too")
+    for case in sorted(right, key=lambda case: len(str(case.case)))[:_RIGHT_TOO]:
+        print(f"{case.group.partitioner.value}: {case.case}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """docs/internals/operators.md has the compiler's tables of faults and workarounds."""
 
+import dataclasses
+
 import pytest
 
+from meshwright.framework.compiler.repair.table.faults import FAULTS
 from tests.operators import fault_table
 from tests.operators.known_failures import OF_FAULTS
 
@@ -10,6 +13,15 @@ from tests.operators.known_failures import OF_FAULTS
 def test_the_page_has_the_table(of):
     costs = fault_table.bytes_on_page()
     assert fault_table.on_page(of) == fault_table.tables(of, costs)
+
+
+def test_an_op_that_stablehlo_lacks_is_refused():
+    message = (
+        f"fault '{FAULTS[0].name}': StableHLO has no op 'stablehlo.gathr'; did you "
+        "mean 'stablehlo.gather'"
+    )
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FAULTS[0], ops=("stablehlo.gathr",))
 
 
 QUICK = "gather_of_split_rows-gspmd"  # Its repair sends something.

@@ -82,7 +82,9 @@ def warn_of_unknown_dims(programs: StepPrograms) -> None:
     Either may be a typo, which splits nothing.
     """
     plan = programs.noted_dims()
-    weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
+    specs = programs.weights, programs.state_specs  # The weight names its slots' dims.
+    dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
+    weight_dims = {dim for of in dims.values() for dim in of}
     tables = {
         "weights": (plan.weights, weight_dims, "weight"),
         "activations": (plan.activations, set(plan.noted), "activation"),
@@ -97,5 +99,5 @@ def warn_of_unknown_dims(programs: StepPrograms) -> None:
                 what,
                 " or ".join(near),
             )
-    for line in plan.misspelt(weight_dims):
+    for line in plan.misspelt(dims):
         log.warning("%s", line)

@@ -37,6 +37,7 @@ from meshwright.framework.compiler.lowering.sources import (
 )
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.xla.completion import (
     AdjacentTensor,
     Completion,
@@ -67,6 +68,7 @@ class Why(enum.Enum):
     PLAN = "its plan names no axis for these dims"
     UNEVEN = "its size does not divide; give its sharding and it is stored padded"
     NOTHING_SPLIT = "nothing around it is split"
+    UPDATE = "weight-update sharding gathers it, updated in shards"
     UNDECIDED = "completion could not decide"
 
 
@@ -238,7 +240,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
     root = completion.completed.root()
     # With several results the root is a tuple, and no op's own tensor.
     root_why = {root.name: results[0].why_replicated} if root.dtype else {}
-    report = _Report(completion, program.sources, at, root_why)
+    report = _Report(completion, program.sources, at, root_why, program.updates)
     tensors = (*arguments, *results, *report.tensors())
     elsewhere += report.unclaimed()
     if reasons:
@@ -361,12 +363,14 @@ class _Report:
         sources: Sources,
         collectives: dict[str, list[InsertedCollective]],
         root_why: dict[str, Why | None],
+        updates: UpdateReport | None,
     ):
         self.completion = completion
         self.module = completion.completed
         self.sources = sources
         self.collectives = collectives
         self.root_why = root_why
+        self.updates = updates
         self.by_op: dict[str, list[Instruction]] = collections.defaultdict(list)
         inside = _running(self.module)
         for part in self.module.instructions:
@@ -409,24 +413,39 @@ class _Report:
             dtype=instruction.dtype,
             sharding=sharding,
             annotated=annotated,
-            why_replicated=self._why(parts, sharding, requested),
+            why_replicated=self._why(parts, instruction, requested),
             collectives=tuple(self.collectives.get(name, ())),
             requested=None if followed else requested,
             resharded_from=self._resharded_from(instruction) if annotated else None,
             **_sizes(sharding, instruction.shape, itemsize(instruction.dtype)),
         )
 
-    def _why(self, parts, sharding, requested: Sharding | None) -> Why | None:
-        if not _is_replicated(sharding):
+    def _why(self, parts, of: Instruction, requested: Sharding | None) -> Why | None:
+        if not _is_replicated(self.completion.sharding(of)):
             return None
         if requested is not None and requested.is_replicated():
             return Why.ANNOTATED
         for part in parts:
             if why := self.root_why.get(part.name):
                 return why
-        return _why_inside(
+        why = _why_inside(
             [near for part in parts for near in self.completion.around(part)]
         )
+        is_update = why is Why.UNDECIDED and self._is_gathered(parts, of.shape)
+        return Why.UPDATE if is_update else why
+
+    def _is_gathered(self, parts: Sequence[Instruction], shape) -> bool:
+        """Whether weight-update sharding annotates it unsplit, and not split after.
+
+        Completion makes a copy of an annotation, here of one that no TF op made.
+        """
+        copies = [
+            self.completion.sharding(part)
+            for part in parts
+            if part.opcode == "copy" and self.module.by_name[part.operands[0]] in parts
+        ]
+        may = self.updates is not None and self.updates.may_gather(shape)
+        return may and bool(copies) and all(map(_is_replicated, copies))
 
     def _resharded_from(self, instruction: Instruction) -> Sharding | str | None:
         """The sharding of the tensor that is annotated again, if it is another one."""

@@ -10,12 +10,15 @@ from meshwright.framework.compiler.explaining.competitions import competitions
 from meshwright.framework.compiler.explaining.provenance import (
     Competition,
     Hop,
+    OriginKind,
     Provenance,
     TensorLayout,
     Transfer,
 )
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.transfers import transfers
+from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sizes import bytes_text
 
@@ -42,12 +45,14 @@ class TensorReason:
       provenances: of each axis that splits it.
       competitions: the axes that split a tensor beside it, and not this one.
       transfers: what is sent where it is made or read.
+      update: what weight-update sharding has to do with it, "" if nothing.
     """
 
     tensor: TensorLayout
     provenances: tuple[Provenance, ...]
     competitions: tuple[Competition, ...]
     transfers: tuple[Transfer, ...]
+    update: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,9 @@ class Answer:
         source = f" at {tensor.source}" if tensor.source else ""
         kind = "" if tensor.kind.value == "inside" else f"{tensor.kind.value} "
         yield f"{kind}{tensor.name} {tensor.dtype}[{shape}] {tensor.sharding}{source}"
-        if not reason.provenances and not reason.competitions:
+        if reason.update:
+            yield f"  {reason.update}"
+        elif not reason.provenances and not reason.competitions:
             along = f"along {self.axis}" if self.axis else ""
             yield f"  is not split {along}".rstrip() + _ALONE
         if tensor.note and not reason.provenances:
@@ -94,8 +101,9 @@ def why(
     reasons: Reasons,
     target: str,
     axis: str | None = None,
-    *,
     partitioner: Partitioner = Partitioner.SHARDY,
+    updates: UpdateReport | None = None,
+    *,
     is_compiled: bool = False,
 ) -> Answer:
     """Why tensors lie where they lie.
@@ -105,6 +113,7 @@ def why(
       target: see `find`.
       axis: a mesh axis; None: all.
       partitioner: the program's.
+      updates: what was decided on the program's weight updates, if anything was.
       is_compiled: whether XLA has completed it too.
 
     Raises:
@@ -117,6 +126,8 @@ def why(
     compiled = COMPILED_NOTE if is_compiled else ""
     with reasons.opened():
         found = [_reason(reasons, tensor, axis, sent) for tensor in tensors]
+    if updates is not None:
+        found = [_with_update(reason, updates) for reason in found]
     return Answer(
         target=target,
         axis=axis,
@@ -172,6 +183,28 @@ def _reason(
         competitions=tuple(c for c in competitions(reasons, place) if asked([c.axis])),
         transfers=tuple(t for t in sent if name in (t.at, t.tensor) and asked(t.axes)),
     )
+
+
+def _with_update(reason: TensorReason, updates: UpdateReport) -> TensorReason:
+    """The reason, with what weight-update sharding has to do with the tensor."""
+    tensor, text, along = reason.tensor, "", ", ".join(updates.data_axes)
+    if tensor.kind is not Kind.INSIDE:
+        path = tensor.name.partition(".")[2]
+        split = {axis for axes in tensor.sharding.dims for axis in axes}
+        if updates.updates_in_shards(path) and split.isdisjoint(updates.data_axes):
+            text = (
+                f"weight-update sharding computes its update in shards along {along}, "
+                "and gathers the result"
+            )
+    elif updates.may_gather(tensor.shape) and any(
+        transfer.tensor == transfer.at == tensor.name
+        and "all-gather" in transfer.kinds
+        and any(o.kind is OriginKind.COMPILER for o in transfer.after_origins)
+        and set(transfer.axes) & set(updates.data_axes)
+        for transfer in reason.transfers
+    ):
+        text = f"weight-update sharding gathers it along {along}, updated in shards"
+    return dataclasses.replace(reason, update=text)
 
 
 def provenance_lines(provenance: Provenance) -> Iterator[str]:

@@ -26,7 +26,13 @@ _LENGTH = 300
 _PYTHON = (
     "It runs Python on the host: write it in TF ops, or call it outside the program"
 )
+_DENSE_LABELS = (
+    "Give tf.nn.ctc_loss dense labels and their lengths: "
+    "tf.nn.ctc_loss(labels, logits, label_length, logit_length)"
+)
 _INSTEAD = {
+    "CTCLoss": _DENSE_LABELS,
+    "CTCLossV2": _DENSE_LABELS,
     "EagerPyFunc": _PYTHON,
     "PyFunc": _PYTHON,
     "PyFuncStateless": _PYTHON,

@@ -64,6 +64,14 @@ class UpdateReport:
         """The lines of the updates that are sharded."""
         return [line for line in self.lines if not line.why]
 
+    def updates_in_shards(self, path: str) -> bool:
+        """Whether the update of the state at a path is sharded."""
+        return any(path in line.names for line in self.sharded)
+
+    def may_gather(self, shape: tuple[int, ...]) -> bool:
+        """Whether a sharded update is of a weight of this shape."""
+        return any(tuple(line.shape) == shape for line in self.sharded)
+
     @property
     def xla_options(self) -> dict[str, int]:
         """Those by which XLA for TPUs batches gathers, as it does all-reduces."""

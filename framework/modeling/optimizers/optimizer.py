@@ -105,7 +105,9 @@ class Optimizer(Checked):
           specs: the specs of the weights.
 
         Raises:
-          ValueError: a weight has no gradient, or the maps do not match.
+          TypeError: `rule` returned something other than a `WeightUpdate` of tensors.
+          ValueError: a weight has no gradient, the maps do not match, or `rule`
+            returned other slots, or another shape or dtype of a weight or slot.
         """
         with tf.name_scope("optimizer"):
             grads = grads.map_with_path(_float32_gradient)
@@ -148,18 +150,21 @@ class Optimizer(Checked):
                 if spec.is_statistic:
                     return WeightUpdate(weight=followed(grad, value, spec), slots=slot)
                 update = rule(grad, value, slot, spec)
-                self._check_update(path, update, slot)
+                self._check_update(path, update, value, slot)
                 return update
 
         updates = values.map_with_path(update_weight, grads, slots, specs)
         return updates.map(lambda u: u.weight), updates.map(lambda u: u.slots)
 
-    def _check_update(self, path: str, update: Any, slots: NestedMap) -> None:
+    def _check_update(
+        self, path: str, update: Any, weight: tf.Tensor, slots: NestedMap
+    ) -> None:
         """Checks what a rule returned for the weight `path`.
 
         Raises:
-          TypeError: it is no `WeightUpdate`.
-          ValueError: it has other slots than `slots_of`.
+          TypeError: it is no `WeightUpdate` of a tensor and a nested map of tensors.
+          ValueError: it has other slots than `slots_of`, or a tensor has another shape
+            or dtype than before.
         """
         rule = f"{type(self).__name__}.rule"
         if not isinstance(update, WeightUpdate):
@@ -167,12 +172,21 @@ class Optimizer(Checked):
                 f"{rule} returned a {type(update).__name__} for {path!r}; return "
                 "WeightUpdate(weight=, slots=)"
             )
-        new, old = ({p for p, _ in s.items_by_path()} for s in (update.slots, slots))
-        if new != old:
+        if not isinstance(update.slots, NestedMap):
+            raise TypeError(
+                f"{rule} returned a {type(update.slots).__name__} as the slots of "
+                f"{path!r}; return a NestedMap"
+            )
+        new, old = (dict(s.items_by_path()) for s in (update.slots, slots))
+        if new.keys() != old.keys():
             raise ValueError(
                 f"{rule} returned the slots {sorted(new)} for {path!r}; slots_of has "
                 f"{sorted(old)}"
             )
+        _check_like(update.weight, weight, f"{rule} returned the weight {path!r}")
+        for name, slot in new.items():
+            what = f"{rule} returned the slot {name!r} of {path!r}"
+            _check_like(slot, old[name], what, ", or let slots_of describe it so")
 
     def slots_of(self, spec: WeightSpec) -> NestedMap:
         """Specs of the slots of a weight."""
@@ -181,6 +195,18 @@ class Optimizer(Checked):
     def rule(self, step: tf.Tensor, rate: tf.Tensor) -> WeightRule:
         """The update rule of a weight, for values that depend only on the step."""
         raise NotImplementedError(f"{type(self).__name__}.rule: {_TO_DEFINE}")
+
+
+def _check_like(new: Any, old: tf.Tensor, what: str, otherwise: str = "") -> None:
+    """Checks that `new` has the shape and dtype of `old`; `what` begins messages."""
+    if not tf.is_tensor(new):
+        raise TypeError(f"{what} as a {type(new).__name__}; return a tensor")
+    if new.dtype != old.dtype or not old.shape.is_compatible_with(new.shape):
+        was, now = (f"{t.dtype.name}{t.shape.as_list()}" for t in (old, new))
+        raise ValueError(
+            f"{what} as {now}, but it was {was}: an update keeps shapes and dtypes; "
+            f"return {was}{otherwise}"
+        )
 
 
 def global_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

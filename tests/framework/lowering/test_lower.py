@@ -128,6 +128,16 @@ def test_what_tf_makes_has_a_remedy(fn, message):
             "Use tf.math.unsorted_segment_mean, and give it num_segments",
         ),
         (
+            lambda x: tf.raw_ops.CTCLoss(
+                inputs=x[:, None],
+                labels_indices=tf.constant([[0, 0]], tf.int64),
+                labels_values=[1],
+                sequence_length=[4],
+            )[0],
+            "CTCLoss",
+            "Give tf.nn.ctc_loss dense labels and their lengths",
+        ),
+        (
             lambda x: tf.raw_ops.TensorListScatterIntoExistingList(
                 input_handle=tf.raw_ops.TensorListReserve(
                     element_shape=[4], num_elements=4, element_dtype=tf.float32

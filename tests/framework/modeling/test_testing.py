@@ -1,16 +1,27 @@
-"""The parity check passes what agrees, and names what does not."""
+"""The parity checks pass what agrees, and name what does not."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.modeling.initializers import FanIn
+from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
+from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.modeling.initializers import Constant, FanIn
 from meshwright.framework.modeling.layer import Layer, WeightSpec
+from meshwright.framework.modeling.optimizers.adafactor import Adafactor
+from meshwright.framework.modeling.optimizers.lars import LARS
+from meshwright.framework.modeling.optimizers.muon import Muon
+from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.framework.testing import assert_layer_parity
+from meshwright.framework.testing import assert_layer_parity, assert_optimizer_parity
 
 PLAN = ShardingPlan(
     mesh_shape=(2, 4),
@@ -27,9 +38,10 @@ class Scaled(Layer):
     wrong_gradient: float = 0.0
     wrong_small_output: float = 0.0
     hidden: str = "hidden"
+    model: str = "model"
 
     def weights(self):
-        w = WeightSpec(shape=(6, 7), dims=("model", "hidden"), initializer=FanIn())
+        w = WeightSpec(shape=(6, 7), dims=(self.model, "hidden"), initializer=FanIn())
         return NestedMap(w=w)
 
     def fprop(self, ctx, theta, x, *, row):
@@ -66,17 +78,137 @@ def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
         check(Scaled(**wrong))
 
 
-def test_a_misspelt_dim_is_told():
+@pytest.mark.parametrize(
+    ("wrong", "tensor", "table"),
+    [
+        ({"hidden": "hiden"}, "h", "activations"),
+        ({"model": "modell"}, "w", "weights"),
+    ],
+)
+def test_a_misspelt_dim_is_told(wrong, tensor, table):
+    ((dim, name),) = wrong.items()
     message = (
-        "Scaled: dim 'hiden' of 'h' is in no table of the plan, so that nothing splits "
-        "it; near it is 'hidden': write that, or give ShardingPlan.activations the "
-        "entry 'hiden': None"
+        f"Scaled: dim '{name}' of '{tensor}' is in no table of the plan, so that "
+        f"nothing splits it; near it is '{dim}': write that, or give "
+        f"ShardingPlan.{table} the entry '{name}': None"
     )
     with pytest.raises(AssertionError, match=message):
-        check(Scaled(hidden="hiden"))
-    check(Scaled(hidden="elsewhere"))
+        check(Scaled(**wrong))
+
+
+def test_other_names_of_dims_are_free():
+    check(Scaled(hidden="elsewhere", model="in_model"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doing(Layer):
+    """What `does` makes of x and a weight."""
+
+    does: Callable
+    made: Callable = NestedMap
+
+    def weights(self):
+        w = WeightSpec(shape=(6,), dims=("model",), initializer=Constant(1.0))
+        return self.made(w=w)
+
+    def fprop(self, ctx, theta, x):
+        return self.does(x * theta.w)
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "message"),
+    [
+        (
+            Doing(does=lambda x: x + tf.random.normal(x.shape)),
+            AssertionError,
+            r"Doing: op 'random_normal/RandomStandardNormal' \(random_normal, modeling/"
+            r"test_testing\.py:\d+\) draws other random numbers in each call.* from "
+            r"ctx.random_key\(\)",
+        ),
+        (
+            Doing(does=lambda x: tf.map_fn(lambda row: row + tf.random.uniform([]), x)),
+            AssertionError,
+            r"RandomUniform.* draws other random numbers",
+        ),
+        (
+            Doing(does=lambda x: tf.boolean_mask(x, x[:, 0] > 0)),
+            LoweringError,
+            r"Doing: .* has a size that depends on values.*tf.where\(mask, x, 0\)",
+        ),
+        (
+            Doing(does=tf.identity, made=dict),
+            TypeError,
+            r"Doing.weights\(\) returned a dict; return a NestedMap of Weight",
+        ),
+        (
+            Doing(does=tf.identity, made=lambda w: NestedMap(w=w.shape)),
+            TypeError,
+            r"Doing.weights\(\) has a tuple at 'w'; describe the weight by a",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_agree_is_told_why(layer, error, message):
+    x = np.random.default_rng(0).standard_normal([4, 6], np.float32)
+    with pytest.raises(error, match=message):
+        assert_layer_parity(layer, x, plan=PLAN)
 
 
 def test_the_tolerance_holds_whatever_the_activation_dtype():
     with pytest.raises(AssertionError, match="\noutput 2"):
         check(Scaled(wrong_small_output=10.0), activation_dtype=tf.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drifting(SGD):
+    """SGD with momentum; wrong in a program if told so."""
+
+    wrong: float = 0.0
+
+    def rule(self, step, rate):
+        right = super().rule(step, rate)
+
+        def update(grad, weight, slots, spec):
+            new = right(grad, weight, slots, spec)
+            off = 0.0 if tf.executing_eagerly() else self.wrong
+            return dataclasses.replace(new, slots=new.slots.map(lambda s: s + off))
+
+        return update
+
+
+SPECS = NestedMap(
+    w=WeightSpec(shape=(16, 24), dims=("model", "hidden"), initializer=FanIn()),
+    b=WeightSpec(shape=(24,), dims=("hidden",), initializer=Constant(0.0)),
+    seen=WeightSpec(
+        shape=(24,), dims=("hidden",), initializer=Constant(1.0), statistic_decay=0.9
+    ),
+)
+UPDATE = UpdateSharding(mode=WeightUpdateSharding.ALL, data_axes=("X",))
+
+
+@pytest.mark.parametrize("update_sharding", [None, UPDATE], ids=["plain", "sharded"])
+@pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        SGD(learning_rate=0.1),
+        Adam(learning_rate=0.1, weight_decay=0.1, clip_global_norm=1.0),
+        Adafactor(learning_rate=0.1, min_dim_size_to_factor=8),
+        LARS(learning_rate=0.1),
+        Muon(learning_rate=0.1, others=Adam(learning_rate=0.1)),
+    ],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_optimizers_agree(optimizer, partitioner, update_sharding):
+    assert_optimizer_parity(
+        optimizer,
+        SPECS,
+        plan=PLAN,
+        partitioner=partitioner,
+        update_sharding=update_sharding,
+    )
+
+
+def test_an_optimizer_that_differs_on_the_mesh_is_told_where():
+    wrong = Drifting(learning_rate=0.1, momentum=0.9, wrong=1e-3)
+    with pytest.raises(AssertionError, match="\nslots.b.m"):
+        assert_optimizer_parity(wrong, SPECS, plan=PLAN)

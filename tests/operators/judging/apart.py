@@ -21,14 +21,17 @@ from tensorflow.python.framework import ops
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.repair.table.faults import FAULTS
 from meshwright.framework.compiler.stablehlo.rewrites import workarounds
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.sharding.mesh import did_you_mean
 from tests.operators.judging.cases import Case, compiled, run, wanted
 
 # A program of some cases takes a second or two.
 _TIMEOUT = 300
 # Each program leaves some megabytes behind.
 _PROGRAMS_IN_A_PROCESS = 150
+_ROWS = [row.name for row in (*FAULTS, *workarounds.WORKAROUNDS)]
 
 
 class Outcome(enum.Enum):
@@ -72,7 +75,11 @@ def judge(
     """What becomes of each case, all in one program if it compiles and runs.
 
     As if the tables of faults and of workarounds had no rows named as in `without`.
+
+    Raises:
+      ValueError: they have no such row.
     """
+    check_rows(without)
     judged = _JUDGE.judge(cases, partitioner, without)
     if isinstance(judged, list):
         return judged
@@ -88,6 +95,18 @@ def judge(
         text = f"{judged.text}\nOnly these together:\n{listed}"
         apart[0] = dataclasses.replace(apart[0], outcome=judged.outcome, text=text)
     return apart
+
+
+def check_rows(names: Collection[str]) -> None:
+    """Refuses names that no row of the tables of faults and of workarounds has."""
+    if isinstance(names, str):
+        raise ValueError(f"names of rows are {names!r}: give a tuple, ({names!r},)")
+    for name in names:
+        if name not in _ROWS:
+            raise ValueError(
+                "the tables of faults and of workarounds have no row "
+                f"{name!r}{did_you_mean(name, _ROWS)}"
+            )
 
 
 class _Judge:
@@ -202,7 +221,11 @@ def left_out(names: Collection[str]) -> Iterator[None]:
     """Rows of the tables of faults and of workarounds are not applied.
 
     Nor are the ops of such faults kept as they were looked at.
+
+    Raises:
+      ValueError: the tables have no such row.
     """
+    check_rows(names)
     faults = [row for row in check.PRESENT if row.name not in names]
     guarded = frozenset(op for row in faults for op in row.ops)
     kept = [row for row in workarounds.WORKAROUNDS if row.name not in names]

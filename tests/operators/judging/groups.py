@@ -97,6 +97,18 @@ def judged(group: Group) -> list[Judged]:
     return [Judged(group=group, case=case, verdict=verdict) for case, verdict in pairs]
 
 
+def judged_without(of: Judged, row: str) -> Judged | None:
+    """What becomes of a case without a row of the table of faults.
+
+    None if it does not meet the row alone.
+    """
+    (alone,) = judge([of.case], of.group.partitioner)
+    if row not in alone.repairs:
+        return None
+    (without,) = judge([of.case], of.group.partitioner, without=[row])
+    return dataclasses.replace(of, verdict=without)
+
+
 def shrunk(of: Judged, known: Mapping[str, Verdict]) -> Judged:
     """The simplest case that fails alike, as far as some tries get.
 

@@ -16,7 +16,7 @@ _INPUT = re.compile(
     r"(?: below (?P<limit>\d+))?, arrives (?P<arrives>\S+), annotated (?P<annotated>.*)"
 )
 _RESULT = re.compile(
-    r"result: \[.*?\], annotated (?P<annotated>.*), leaves (?P<leaves>.*)"
+    r"result: (?P<shape>\[.*?\]), annotated (?P<annotated>.*), leaves (?P<leaves>.*)"
 )
 _INSIDE = re.compile(r"inside, \d+: annotated (?P<annotated>.*)")
 _REGION = "in a region manual along "
@@ -32,7 +32,8 @@ def case_of(text: str) -> Case:
     """The case that prints as `text`; what follows it is left out.
 
     Raises:
-      ValueError: a line cannot be read, or a sharding has another rank than its tensor.
+      ValueError: a line cannot be read, a sharding has another rank than its tensor, or
+        the expression has results of other shapes.
     """
     first, *lines = (line.strip() for line in text.strip().splitlines())
     head = _FIRST.fullmatch(first)
@@ -44,6 +45,7 @@ def case_of(text: str) -> Case:
     mesh = _mesh(head["mesh"])
     flags, inputs, region = {}, {}, ()
     arrives, annotated, result, leaves, inner = [], [], [], [], []
+    shapes = []
     for line in lines:
         if line.startswith("with "):
             flags = eval(f"dict({line.removeprefix('with ')})")
@@ -63,6 +65,7 @@ def case_of(text: str) -> Case:
                 )
             annotated.append(_annotation(mesh, match["annotated"]))
         elif match := _RESULT.fullmatch(line):
+            shapes.append(tuple(ast.literal_eval(match["shape"])))
             result.append(_annotation(mesh, match["annotated"]))
             leaves.append(Sharding.parse(mesh, match["leaves"]))
         elif match := _INSIDE.fullmatch(line):
@@ -70,9 +73,16 @@ def case_of(text: str) -> Case:
         elif _OF_A_CASE.search(line):
             raise ValueError(f"cannot read the line {line!r} of a case")
     ranks = tuple(array.rank if array else 0 for array in inner)
+    use = Use(head["expression"], inputs, inner=ranks, **flags)
+    if shapes != use.result_shapes:
+        said, real = (
+            ", ".join(str(list(shape)) for shape in of)
+            for of in (shapes, use.result_shapes)
+        )
+        raise ValueError(f"results of {use.expression} are {real}, not {said}")
     return Case(
         operator=head["operator"],
-        use=Use(head["expression"], inputs, inner=ranks, **flags),
+        use=use,
         mesh=mesh,
         arrives=tuple(arrives),
         annotated=tuple(annotated),

@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.definitions.operators import OPERATORS
-from tests.operators.judging.apart import Outcome, judge
-from tests.operators.judging.groups import Group
+from tests.operators.judging.apart import Outcome, Verdict, judge, left_out
+from tests.operators.judging.groups import Group, Judged, judged_without
 from tests.operators.judging.layouts import LAYOUTS
 from tests.operators.judging.printed import case_of
 from tests.operators.known_failures import KNOWN_FAILURES
@@ -30,11 +30,32 @@ GOOD = case_of(
         ("arrives [X,_]", "arives [X,_]", "cannot read the line 'x: float32"),
         ("annotated [_,Y]", "anotated [_,Y]", "cannot read the line 'x: float32"),
         ("arrives [X,_]", "arrives [X]", "another rank than its tensor: 'x: float32"),
+        ("result: [3, 4]", "result: [3, 5]", r"x \+ y are \[3, 4\], not \[3, 5\]"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_told(printed, wrong, message):
     with pytest.raises(ValueError, match=message):
         case_of(str(GOOD).replace(printed, wrong))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ("splitt transform",),
+            "have no row 'splitt transform'; did you mean 'split transform'",
+        ),
+        (
+            "split transform",
+            r"names of rows are .*: give a tuple, \('split transform',\)",
+        ),
+    ],
+)
+def test_a_row_that_no_table_has_is_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        judge([GOOD], Partitioner.SHARDY, without=names)
+    with pytest.raises(ValueError, match=message), left_out(names):
+        pass
 
 
 def test_names_tell_operators_from_layouts():
@@ -66,6 +87,19 @@ def test_what_ends_a_process_is_alone_to_blame():
     outcomes = [verdict.outcome for verdict in verdicts]
     assert outcomes == [Outcome.RIGHT, Outcome.ENDED, Outcome.RIGHT]
     assert verdicts[1].text == "SIGABRT"
+
+
+def test_a_row_is_needed_for_what_meets_it_or_not():
+    name = "gather_of_batches_split_apart-shardy"
+    failure = next(failure for failure in KNOWN_FAILURES if failure.name == name)
+    group = Group(
+        operator="gather", partitioner=Partitioner.SHARDY, mesh=0, count=1, seed=""
+    )
+    right = Verdict(Outcome.RIGHT)
+    needed = Judged(group=group, case=failure.case, verdict=right)
+    row = failure.fault.name
+    assert judged_without(needed, row).verdict.outcome is Outcome.WRONG
+    assert judged_without(Judged(group=group, case=GOOD, verdict=right), row) is None
 
 
 def test_an_expression_that_tf_refuses_is_the_tests_own_error():

@@ -1,11 +1,13 @@
 """What a run says at its start: padding, schedules, and a changed configuration."""
 
+import dataclasses
 import logging
 
 import pytest
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from meshwright.trainers.training.saved_config import changes, hyperparameters
 from meshwright.trainers.training.start_notes import (
@@ -72,6 +74,18 @@ def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
     (record,) = [r for r in caplog.records if "'hiden'" in r.getMessage()]
     assert record.getMessage().startswith("dim 'hiden' of 'stack.")
     assert "near it is 'hidden'" in record.getMessage()
+
+
+def test_a_misspelt_dim_of_a_weight_is_warned_of(caplog):
+    programs = StepPrograms(small_programs().experiment)
+    specs = programs.weights
+    path, spec = next(item for item in specs.items_by_path() if "model" in item[1].dims)
+    dims = ["modell" if dim == "model" else dim for dim in spec.dims]
+    specs.set_path(path, dataclasses.replace(spec, dims=tuple(dims)))
+    warn_of_unknown_dims(programs)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"dim 'modell' of '{path}' is in no table")
+    assert "ShardingPlan.weights the entry 'modell': None" in record.getMessage()
 
 
 def test_hyperparameters_are_numbers_and_texts():

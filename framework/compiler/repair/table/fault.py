@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from jax.extend.mlir.dialects import stablehlo
+
 from meshwright.framework.compiler.repair.convolutions import conv_layout
 from meshwright.framework.compiler.repair.halos import halos
 from meshwright.framework.compiler.repair.op_layout import (
@@ -18,7 +20,13 @@ from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
     Outcome,
 )
 from meshwright.framework.compiler.stablehlo.rewrites.starts import Clamped
+from meshwright.framework.sharding.mesh import did_you_mean
 
+_OPS = [
+    kind.OPERATION_NAME
+    for kind in vars(stablehlo).values()
+    if hasattr(kind, "OPERATION_NAME")
+]
 Chosen = EvenLayout | halos.Halos | conv_layout.Layout | Clamped
 """The layout that an operation is to have."""
 
@@ -34,11 +42,22 @@ class Fault(KnownFault):
       choose: returns the layout that XLA gets right for an operation's completed
         layout; None if the operation does not meet the fault.
       repair: what `choose` does, for docs, and for messages if it changes no sharding.
+
+    Raises:
+      ValueError: StableHLO has no such operation.
     """
 
     ops: tuple[str, ...]
     choose: Callable[[OpLayout], Chosen | None]
     more: str = ""
+
+    def __post_init__(self):
+        for op in self.ops:
+            if op not in _OPS:  # The row would never apply.
+                raise ValueError(
+                    f"fault {self.name!r}: StableHLO has no op {op!r}"
+                    f"{did_you_mean(op, _OPS)}"
+                )
 
     @property
     def is_slow(self) -> bool:

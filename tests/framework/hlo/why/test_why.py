@@ -257,3 +257,32 @@ def test_what_xla_completes_otherwise_than_propagation_is_marked():
     assert one(answer).tensor.sharding == marked["sort/Neg_1"]
     assert str(answer).endswith(COMPILED_NOTE)
     assert not any(t.propagated for t in explained(mw.Partitioner.SHARDY)[1].tensors)
+
+
+@over_partitioners
+def test_what_weight_update_sharding_gathers_is_said_so(partitioner):
+    def step(state, x):
+        gradient = tf.matmul(x, tf.tanh(x @ state["w"]), transpose_a=True)
+        m = 0.9 * state["m"] + gradient
+        return {"state": {"w": tf.subtract(state["w"], m, name="moved"), "m": m}}
+
+    weight = tf.TensorSpec([64, 32])
+    program = mw.compile_program(
+        step,
+        [{"w": weight, "m": weight}, tf.TensorSpec([16, 64])],
+        mw.DeviceMesh(("data",), (8,)),
+        in_shardings=[{"w": [None, None], "m": [None, None]}, ["data", None]],
+        out_shardings={"state": {"w": [None, None], "m": [None, None]}},
+        partitioner=partitioner,
+        update_sharding=mw.UpdateSharding(
+            mode=mw.WeightUpdateSharding.ALL, data_axes=("data",)
+        ),
+    )
+    moved = "weight-update sharding gathers it along data, updated in shards"
+    assert one(program.why("moved")).update == moved
+    state = "computes its update in shards along data, and gathers the result"
+    for border in ("argument 0.w", "result state.w"):
+        assert str(program.why(border)).splitlines()[1].endswith(state)
+    assert one(program.why("0.m")).update == ""
+    (report,) = [t for t in mw.explain(program).tensors if t.op_name == "moved"]
+    assert report.why_text == "weight-update sharding gathers it, updated in shards"
