@@ -194,8 +194,9 @@ def test_tensor_parallelism_splits_heads_units_and_words(partitioner):
 
 
 def test_tensor_parallelism_of_no_such_layers_is_refused():
-    conv = keras.Sequential([LAYERS.Input((4, 4, 1)), LAYERS.Conv2D(2, 2)])
-    with pytest.raises(ValueError, match="none of its layers is a Dense, EinsumDense"):
+    layers = [LAYERS.Conv2D(8, 2), LAYERS.Flatten(), LAYERS.Dense(4)]
+    conv = keras.Sequential([LAYERS.Input((4, 4, 1)), *layers])
+    with pytest.raises(ValueError, match="splits none of its weights, as no layer is"):
         distribute(conv, MESH, "tensor")
 
 
@@ -384,6 +385,19 @@ def test_distribute_refuses_models_meshes_and_options():
         later.fit(X, Y, **FIT)
 
 
+def test_what_was_made_for_a_strategy_is_refused():
+    scope = tf.distribute.MirroredStrategy(["CPU:0"]).scope
+    with scope():
+        model = network()
+    with pytest.raises(ValueError, match="in the scope of a tf.distribute.Mirrored.*"):
+        distribute(model, MESH)
+    model = compiled(network())
+    with scope():
+        model.optimizer.build(model.trainable_variables)
+    with pytest.raises(ValueError, match="adam/.* was made in the scope of a tf.dist"):
+        distribute(model, MESH)
+
+
 def test_rows_for_slots_are_looked_for_in_the_optimizer():
     rows = {**TABLE, "^adam.*velocity": [None, "model"]}
     model = compiled(network())
@@ -433,6 +447,8 @@ def test_a_program_wants_a_model_on_a_mesh_and_data():
     with pytest.raises(ValueError, match="is on no mesh: call mw.keras.distribute"):
         mw.keras.program(compiled(network()), X, Y)
     model = compiled(distribute(network(), MESH))
+    with pytest.raises(ValueError, match="there are no data: pass x, and y, as to fit"):
+        mw.keras.program(model)
     with pytest.raises(ValueError, match="have no batches"):
         mw.keras.program(model, tf.data.Dataset.from_tensor_slices((X, Y)).take(0))
 
