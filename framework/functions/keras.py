@@ -1,4 +1,4 @@
-"""Keras 3 models on a mesh: `fit`, `evaluate` and `predict` are Keras's own.
+"""Keras 3 models on a mesh, where `fit`, `evaluate` and `predict` are Keras's own.
 
 The model stays as it is. Only the functions that Keras makes of its `train_step`,
 `test_step` and `predict_step` are programs for a mesh.
