@@ -163,6 +163,7 @@ def _building(model: Any) -> Iterator[None]:
     """
 
     def build(iterator):
+        del model._maybe_symbolic_build  # Once: callbacks may evaluate.
         # Of a batch Keras takes shapes and dtypes alone.
         model._symbolic_build(data_batch=iterator._distributed_dataset.element_spec)
 
@@ -170,7 +171,7 @@ def _building(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del model._maybe_symbolic_build
+        vars(model).pop("_maybe_symbolic_build", None)
 
 
 def _check_callback(callback: Any) -> None:

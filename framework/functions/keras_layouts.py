@@ -360,9 +360,9 @@ def split_weights(model: Any) -> list[SplitWeight]:
     products = [(parent, p) for parent, layer in layers if (p := _product_of(layer))]
     number = itertools.count()
     for _, layer in layers:
-        if "Embedding" in _kinds(layer) and layer.built:
-            words = SplitWeight(weight=layer._embeddings, dim=0, rule=SplitRule.WORDS)
-            found.append(words)
+        words = getattr(layer, "_embeddings", None)
+        if "Embedding" in _kinds(layer) and words is not None:
+            found.append(SplitWeight(weight=words, dim=0, rule=SplitRule.WORDS))
         elif product := _product_of(layer):
             split = product.split(by_units, _is_first_of_pair(products, next(number)))
             found += [split] if split else []
@@ -457,13 +457,14 @@ def _kinds(layer: Any) -> set[str]:
 
 def _product_of(layer: Any) -> _Product | None:
     """The product that a layer is; None if it is another layer, or is not built."""
-    if not _kinds(layer) & {"Dense", "EinsumDense"} or not layer.built:
+    weight = getattr(layer, "_kernel", None)
+    if not _kinds(layer) & {"Dense", "EinsumDense"} or weight is None:
         return None
     equation = getattr(layer, "equation", "ab,bc->ac")
     inputs, rest = equation.replace("...", "").split(",")
     kernel, outputs = rest.split("->")
     return _Product(
-        kernel=layer._kernel,
+        kernel=weight,
         made=[i for i, d in enumerate(kernel) if d in outputs and d not in inputs],
         summed=[i for i, d in enumerate(kernel) if d in inputs and d not in outputs],
     )

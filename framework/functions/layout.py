@@ -129,14 +129,17 @@ class LayoutTable(Layout):
         Returns:
           For each such row the first of the earlier rows that fits the first variable.
         """
-        paths = [path_of(variable) for variable in variables]
-        decided, earlier = set(), {}
-        for path in paths:
-            fitting = [row for row in self.rows if re.search(row, path)]
-            decided |= {*fitting[:1]}
-            for row in fitting[1:]:
-                earlier.setdefault(row, fitting[0])
-        return {row: first for row, first in earlier.items() if row not in decided}
+        deciding = {path_of(v): self._row_of(path_of(v)) for v in variables}
+        earlier = {}
+        for row in self.rows.keys() - {*deciding.values()}:
+            fitting = [path for path in deciding if re.search(row, path)]
+            if fitting:
+                earlier[row] = deciding[fitting[0]]
+        return earlier
+
+    def _row_of(self, path: str) -> str | None:
+        """The row that decides about a variable, if there is one."""
+        return next((row for row in self.rows if re.search(row, path)), None)
 
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
         """Raises ValueError for a row that fits no variable of `name`.
@@ -195,8 +198,7 @@ class LayoutTable(Layout):
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """The row that is for it."""
         del mesh
-        path = path_of(variable)
-        row = next((p for p in self.rows if re.search(p, path)), None)
+        row = self._row_of(path_of(variable))
         nothing = "no row of the layout is for it" if self.rows else ""
         return nothing if row is None else f"row {row!r} of the layout"
 
