@@ -93,7 +93,7 @@ def topology(name: str) -> Topology | GpuTopology:
             f"topology {name!r} is of an unknown kind: one of {', '.join(TPU_KINDS)}, "
             "then the chips along each dim, as in 'v3:16x16'; or of "
             f"{', '.join(GPU_KINDS)}, then the GPUs of a host, as in 'h100:8', or of "
-            "each of several, as in 'h100:4x8'"
+            f"each of several, as in 'h100:4x8'{_near(name)}"
         )
     well_formed = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size)
     chips = tuple(int(n) for n in size.split("x")) if well_formed else ()
@@ -106,6 +106,25 @@ def topology(name: str) -> Topology | GpuTopology:
             f"and go up to {example!r}"
         )
     return Topology(kind=kind, chips=chips)
+
+
+# What else Google Cloud calls its kinds in names of types of machines.
+_CLOUD_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
+
+
+def _near(name: str) -> str:
+    """For a message: the topology of what is named as a type of machine is, "v5e-8"."""
+    found = re.fullmatch(r"([a-z0-9]+?)(?:-|:)(\d+(?:x\d+)*)", name)
+    if found is None:
+        return ""
+    kind, size = _CLOUD_NAMES.get(found[1], found[1]), found[2]
+    if kind in GPU_KINDS or "x" in size:
+        known = kind in GPU_KINDS or kind in TPU_KINDS
+        return f"; did you mean '{kind}:{size}'?" if known else ""
+    # These names count the two cores of a v5p chip, which are one device.
+    devices = int(size) // 2 if kind == "v5p" else int(size)
+    boxes = [box for box in of_size(devices) if box.kind.name == kind]
+    return f"; did you mean {boxes[0].name!r}?" if boxes else ""
 
 
 def of_size(size: int) -> list[Topology]:

@@ -1,4 +1,4 @@
-"""Keras 3 models on a mesh: `fit`, `evaluate` and `predict` are Keras's own.
+"""Keras 3 models on a mesh, where `fit`, `evaluate` and `predict` are Keras's own.
 
 The model stays as it is. Only the functions that Keras makes of its `train_step`,
 `test_step` and `predict_step` are programs for a mesh.
@@ -33,21 +33,18 @@ from meshwright.framework.functions.function import (
 )
 from meshwright.framework.functions.keras_files import (
     backup,
+    is_built,
     share_files,
+    under_strategy,
     variables_of,
 )
 from meshwright.framework.functions.keras_layouts import (
-    Planned,
     StepLayout,
-    TensorParallel,
+    batch_axes,
+    layout_of,
 )
 from meshwright.framework.functions.keras_plan import FitPlan, check_topology
-from meshwright.framework.functions.layout import (
-    FullySharded,
-    Layout,
-    LayoutTable,
-    Replicated,
-)
+from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
@@ -56,7 +53,6 @@ __all__ = ["backup", "distribute", "plan", "program"]
 
 _FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 _SLOT = "momentum|velocity|accumulator|average|^.?(adam|sgd|rmsprop|ada|nadam|lion)"
-_LAYOUTS = ("data", "fsdp", "tensor")
 _OPTIONS = (
     "data_axes",
     "weight_update_sharding",
@@ -90,6 +86,7 @@ class _Distributed:
         step = self.step(method)
 
         def run(iterator):
+            self._check_is_here()
             logs, spec = None, getattr(iterator, "element_spec", None)
             for data in itertools.islice(iterator, self.model.steps_per_execution):
                 logs = step(*_batch(data, spec))
@@ -105,6 +102,7 @@ class _Distributed:
         step = self.step("predict_step")
 
         def run(batches):
+            self._check_is_here()
             outputs = [step(*_batch(data)) for data in batches]
             return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
@@ -151,8 +149,7 @@ class _Distributed:
             check_child(name, devices)
         if isinstance(self.layout, LayoutTable):
             self.layout.check_axes(self.mesh, name)
-        # `build` of a subclass may leave its layers without variables.
-        if not all(layer.built for layer in self.model._flatten_layers()):
+        if not is_built(self.model):
             return
         layout = dataclasses.replace(self.layout)  # Layers may be added before `fit`.
         hint = self._find_slots(layout) if isinstance(layout, LayoutTable) else ""
@@ -160,7 +157,7 @@ class _Distributed:
         for variable in variables:
             layout.sharding_of(variable, self.mesh)
         if isinstance(layout, LayoutTable):
-            layout.check(variables, name, hint)
+            layout.check_matches(variables, name, hint)
 
     def _find_slots(self, layout: LayoutTable) -> str:
         """Has the optimizer make its slots, as `fit` would, if a row could be theirs.
@@ -176,8 +173,8 @@ class _Distributed:
                     "; for rows of optimizer slots call compile() before distribute()"
                 )
             return ""
-        is_built = getattr(model.optimizer, "built", True)
-        if not is_built and layout.unused(variables_of(model)):
+        has_slots = getattr(model.optimizer, "built", True)
+        if not has_slots and layout.unused(variables_of(model)):
             model.optimizer.build(model.trainable_variables)
         return ""
 
@@ -186,6 +183,17 @@ class _Distributed:
             raise ValueError(
                 f"{self.model.name}: run_eagerly is True, and a model on a mesh is "
                 "compiled: leave it out of compile(), or do not distribute the model"
+            )
+
+    def _check_is_here(self) -> None:
+        """Raises ValueError if the model is on devices that are planned with only."""
+        devices = self.options.get("devices")
+        if devices is not None and not {*devices} <= {*jax.devices()}:
+            raise ValueError(
+                f"{self.model.name} was planned last, for {len(devices)} devices of "
+                f"{devices[0].device_kind}, which are not here: to train it here, call "
+                "mw.keras.distribute(model, mesh, layout), with the mesh and the "
+                "layout of the plan if it is to be that one"
             )
 
     def _split(self, leaf: Any, any_batch: bool) -> Any:
@@ -269,7 +277,8 @@ def distribute(
 
     Raises:
       TypeError: it is no Keras model of the TensorFlow backend; or an unknown option.
-      ValueError: an unknown layout; a mesh of more devices than exist; a row that is
+      ValueError: it was made in the scope of a `tf.distribute` strategy; an unknown
+        layout; a mesh of more devices than exist; a row that is
         for no axis of the mesh; or, if the model is built, a row of another rank than
         its variable's, or one that fits no variable. If it is not built, such rows end
         the first `fit`.
@@ -277,7 +286,7 @@ def distribute(
     _check_model(model)
     _check_options(model, options)
     check_mesh(mesh, model.name)
-    axes = as_axes(data_axes) or tuple(_data_axes(layout, mesh))
+    axes = as_axes(data_axes) or tuple(batch_axes(layout, mesh))
     if len(set(axes)) < len(axes) or not set(axes) <= {*mesh.axis_names}:
         raise ValueError(
             f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
@@ -287,7 +296,7 @@ def distribute(
         model=model,
         mesh=mesh,
         data_axes=axes,
-        layout=_layout(model, mesh, layout, axes),
+        layout=layout_of(model, mesh, layout, axes),
         updates=_updates(model, mesh, axes, weight_update_sharding),
         options=options,
     )
@@ -316,8 +325,8 @@ def program(
       x, y, sample_weight, batch_size: as of `fit`.
 
     Raises:
-      ValueError: the model is not distributed, or not compiled; there are no batches;
-        or see `distribute` of a model that is not built.
+      ValueError: the model is not distributed, or not compiled; there are no data, or
+        no batches; or see `distribute` of a model that is not built.
       LoweringError: see `compile_program`.
     """
     _check_model(model)
@@ -325,6 +334,11 @@ def program(
         raise ValueError(
             f"{model.name} is on no mesh: call mw.keras.distribute(model, mesh, "
             "layout) before mw.keras.program"
+        )
+    if x is None:
+        raise ValueError(
+            f"{model.name}: a program is compiled for a batch, and there are no data: "
+            "pass x, and y, as to fit: mw.keras.program(model, x, y, batch_size=32)"
         )
     if not model.compiled:
         raise ValueError(
@@ -398,6 +412,8 @@ def _check_model(model: Any) -> None:
             f"{model.name} is a model of Keras's {keras.backend.backend()} backend; "
             "set KERAS_BACKEND=tensorflow before Keras is imported"
         )
+    if model._distribute_strategy is not None:  # That it was made under.
+        raise ValueError(under_strategy(model.name, model._distribute_strategy))
 
 
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
@@ -406,17 +422,6 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
             f"{model.name}: distribute has no option {option!r}"
             f"{did_you_mean(option, _OPTIONS)}; it has {', '.join(_OPTIONS)}"
         )
-
-
-def _data_axes(
-    layout: str | Mapping[str, Any] | ShardingPlan, mesh: DeviceMesh
-) -> Sequence[str]:
-    """The mesh axes that split a batch where the user does not say."""
-    if isinstance(layout, ShardingPlan):
-        return as_axes(layout.activations.get("batch"))
-    if layout in ("data", "fsdp"):
-        return mesh.axis_names
-    return mesh.axis_names[:-1] if layout == "tensor" else mesh.axis_names[:1]
 
 
 def _updates(
@@ -434,36 +439,6 @@ def _updates(
     if mode is WeightUpdateSharding.OFF or not axes:
         return None
     return UpdateSharding(mode=mode, data_axes=axes)
-
-
-def _layout(
-    model: Any,
-    mesh: DeviceMesh,
-    layout: str | Mapping[str, Any] | ShardingPlan,
-    axes: Sequence[str],
-) -> Layout:
-    if isinstance(layout, ShardingPlan):
-        if layout.mesh != mesh:
-            raise ValueError(
-                f"{model.name}: the layout is a plan of {layout.mesh}, but the mesh is "
-                f"{mesh}: pass the plan's own, plan.mesh"
-            )
-        return Planned(model, layout)
-    if layout == "data":
-        return Replicated()
-    if layout == "fsdp":
-        return FullySharded(axes)
-    if layout == "tensor":
-        return TensorParallel(model, mesh.axis_names[-1])
-    if isinstance(layout, Mapping):
-        rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
-        return LayoutTable(rows)
-    hint = did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
-    raise ValueError(
-        f"{model.name}: the layout is {layout!r}{hint + ' Pass' if hint else '; pass'} "
-        "'data', 'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions "
-        "to the mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
-    )
 
 
 def _replace(made: _Distributed, name: str, method: str) -> None:

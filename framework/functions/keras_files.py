@@ -24,10 +24,35 @@ _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
 
 
 def variables_of(model: Any) -> list[tf.Variable]:
-    """TF's variables of a Keras model and, once it is compiled, its optimizer."""
+    """TF's variables of a Keras model and, once it is compiled, its optimizer.
+
+    The model's come first.
+
+    Raises:
+      ValueError: one was made in the scope of a `tf.distribute` strategy.
+    """
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *getattr(optimizer, "variables", ())]
+    for variable in variables:
+        if isinstance(variable._value, tf.distribute.DistributedValues):
+            # A program takes its parts, which have neither its path nor its layout.
+            strategy = variable._value.distribute_strategy
+            raise ValueError(under_strategy(variable.path, strategy))
     return [note_path(variable) for variable in variables]
+
+
+def is_built(model: Any) -> bool:
+    """Whether all layers have their variables; `build` of a subclass may leave some."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def under_strategy(what: str, strategy: tf.distribute.Strategy) -> str:
+    """The message on what was made in the scope of a strategy."""
+    return (
+        f"{what} was made in the scope of a tf.distribute.{type(strategy).__name__}, "
+        "which splits batches in place of the mesh: make the model, compile and fit it "
+        "outside the scope"
+    )
 
 
 def share_files(model: Any) -> None:
@@ -110,19 +135,43 @@ def _refuse_lone_writers(model: Any) -> None:
 
 
 def _check_callbacks(model: Any) -> None:
-    """Has `fit` look at the callbacks before several processes train."""
+    """Has `fit` look at the callbacks: those of several processes, and `backup`."""
     method = type(model).fit
     signature = inspect.signature(method)
 
     @functools.wraps(method)
     def fit(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
+        callbacks = tf.nest.flatten(getattr(given, "callbacks", given))
         if jax.process_count() > 1:
-            given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
-            for callback in tf.nest.flatten(getattr(given, "callbacks", given)):
+            for callback in callbacks:
                 _check_callback(callback)
-        return method(model, *args, **kwargs)
+        wants_variables = any(hasattr(c, "wants_variables") for c in callbacks)
+        is_building = wants_variables and not is_built(model)
+        with _building(model) if is_building else contextlib.nullcontext():
+            return method(model, *args, **kwargs)
 
     model.fit = fit
+
+
+@contextlib.contextmanager
+def _building(model: Any) -> Iterator[None]:
+    """Has `fit` make all variables before its callbacks are called.
+
+    Keras does so with other backends. No batch is read: that would change the order of
+    those that follow, where a dataset shuffles.
+    """
+
+    def build(iterator):
+        del model._maybe_symbolic_build  # Once: callbacks may evaluate.
+        # Of a batch Keras takes shapes and dtypes alone.
+        model._symbolic_build(data_batch=iterator._distributed_dataset.element_spec)
+
+    model._maybe_symbolic_build = build
+    try:
+        yield
+    finally:
+        vars(model).pop("_maybe_symbolic_build", None)
 
 
 def _check_callback(callback: Any) -> None:
@@ -158,12 +207,14 @@ def backup(folder: str | os.PathLike) -> Any:
       The callback.
 
     Raises:
-      ValueError: in `fit`: the model is not built; the backup is of other variables, by
-        their number or shapes; or it is damaged.
+      ValueError: in `fit`: the model is neither built nor on a mesh; the backup is of
+        other variables, by their number or shapes; or it is damaged.
     """
     import keras
 
     class Backup(keras.callbacks.Callback):
+        wants_variables = True
+
         def on_train_begin(self, logs=None):
             self._backup = _Backup(self.model, os.fspath(folder))
             epoch = self._backup.restore()
@@ -198,10 +249,11 @@ class _Backup:
     """
 
     def __init__(self, model: Any, folder: str):
-        if not model.built:
+        if not is_built(model):
             raise ValueError(
-                f"{model.name} has no variables yet, which {folder} may have: begin it "
-                "with a keras.Input, or call model.build(shape) before fit"
+                f"{model.name} has no variables yet, which {folder} may have: call it "
+                "once before fit, as model(x[:1]), or pass it to mw.keras.distribute, "
+                "after which fit builds it"
             )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

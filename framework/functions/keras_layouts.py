@@ -2,21 +2,104 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
 import functools
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.functions.keras_files import variables_of
-from meshwright.framework.functions.layout import Layout, layout_notes, path_of
-from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.functions.layout import (
+    FullySharded,
+    Layout,
+    LayoutTable,
+    Replicated,
+    layout_notes,
+    path_of,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
+from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
+
+_LAYOUTS = ("data", "fsdp", "tensor")
+
+
+def layout_of(
+    model: Any,
+    mesh: DeviceMesh,
+    layout: str | Mapping[str, Any] | ShardingPlan,
+    axes: Sequence[str],
+) -> Layout:
+    """The layout that `distribute` is asked for.
+
+    Args:
+      model: the Keras model.
+      mesh: the device mesh.
+      layout: as of `distribute`.
+      axes: the mesh axes that split a batch.
+
+    Raises:
+      ValueError: an unknown layout, or a plan of another mesh.
+    """
+    if isinstance(layout, ShardingPlan):
+        if layout.mesh != mesh:
+            raise ValueError(
+                f"{model.name}: the layout is a plan of {layout.mesh}, but the mesh is "
+                f"{mesh}: pass the plan's own, plan.mesh"
+            )
+        return Planned(model, layout)
+    if layout == "data":
+        return Replicated()
+    if layout == "fsdp":
+        return FullySharded(axes)
+    if layout == "tensor":
+        return TensorParallel(model, mesh.axis_names[-1])
+    if isinstance(layout, Mapping):
+        rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
+        return LayoutTable(rows)
+    hint = did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
+    raise ValueError(
+        f"{model.name}: the layout is {layout!r}{hint + ' Pass' if hint else '; pass'} "
+        "'data', 'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions "
+        "to the mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
+    )
+
+
+def batch_axes(
+    layout: str | Mapping[str, Any] | ShardingPlan, mesh: DeviceMesh
+) -> Sequence[str]:
+    """The mesh axes that split a batch where the user does not say."""
+    if isinstance(layout, ShardingPlan):
+        return as_axes(layout.activations.get("batch"))
+    if layout in ("data", "fsdp"):
+        return mesh.axis_names
+    return mesh.axis_names[:-1] if layout == "tensor" else mesh.axis_names[:1]
+
+
+class SplitRule(enum.Enum):
+    """By what tensor parallelism splits a weight."""
+
+    HEADS = "heads"
+    UNITS = "units"
+    INPUTS = "inputs"
+    WORDS = "words"
+
+    @property
+    def text(self) -> str:
+        """For reports."""
+        return {
+            SplitRule.HEADS: "attention by heads",
+            SplitRule.UNITS: "feed-forward layers by units",
+            SplitRule.INPUTS: "by inputs a layer that follows one split by units",
+            SplitRule.WORDS: "embeddings by words",
+        }[self]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,15 +107,8 @@ class TensorParallel(Layout):
     """Splits attention by heads, feed-forward layers by units, embeddings by words.
 
     It knows weights by the layers that they belong to, and splits them as Megatron-LM
-    does (Shoeybi et al. 2019):
-
-    - `EinsumDense` to two dims of its own, as queries, keys and values are made: the
-      first of the two, the heads. From two dims, as a result of attention: the first.
-    - `Dense`, and `EinsumDense` likewise, to more units than it has inputs: its units.
-      To fewer: its inputs, so that each device adds up a part.
-    - `Embedding`: its rows.
-
-    Other weights, and dims that the axis does not divide, are left to completion.
+    does (Shoeybi et al. 2019), see `split_weights`. Other weights, and dims that the
+    axis does not divide, are left to completion.
 
     Args:
       model: the Keras model.
@@ -48,12 +124,13 @@ class TensorParallel(Layout):
         Raises:
           ValueError: the model has no layer that could be split.
         """
-        if not self._split_dims:
+        if not self._splits:
             raise ValueError(
-                f"{self.model.name}: none of its layers is a Dense, EinsumDense or "
-                "Embedding that can be split: pass a table in place of 'tensor'"
+                f"{self.model.name}: the layout 'tensor' splits none of its weights, "
+                "as no layer is attention, an Embedding, or one of a pair of Dense: "
+                "pass a table or 'fsdp' in place of 'tensor'"
             )
-        dim = self._split_dims.get(id(variable))
+        dim = self._split_dim(variable)
         if dim is None or self._is_uneven(variable, dim, mesh):
             return None
         dims = [None] * variable.shape.rank
@@ -61,14 +138,21 @@ class TensorParallel(Layout):
         return Sharding.from_dims_mapping(mesh, dims, variable.shape.rank)
 
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
-        """Why it is not split."""
-        if id(variable) not in self._split_dims:
-            return '"tensor" splits no dim of it'
-        return self.missed(variable, mesh)
+        """By what it is split, or why it is not."""
+        split = self._splits.get(id(variable))
+        if split is not None:
+            by = f'the layout "tensor", which splits {split.rule.text}'
+            return self.missed(variable, mesh) or by
+        if id(variable) in self._ends:
+            return (
+                '"tensor" splits no dim of it, as its layer has fewer units than '
+                "inputs, and follows none that is split by units"
+            )
+        return '"tensor" splits no dim of it'
 
     def missed(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """That the axis does not divide the dim."""
-        dim = self._split_dims.get(id(variable))
+        dim = self._split_dim(variable)
         if dim is None or not self._is_uneven(variable, dim, mesh):
             return ""
         size, count = variable.shape[dim], mesh.axis_size(self.axis)
@@ -77,14 +161,37 @@ class TensorParallel(Layout):
             f"divide {size}; change the size, or give a row, which pads it"
         )
 
+    def summary(self, variables: Sequence[tf.Variable], mesh: DeviceMesh) -> str:
+        """How many weights are split by what."""
+        counts = collections.Counter(
+            self._splits[id(v)].rule
+            for v in variables
+            if self.sharding_of(v, mesh) is not None
+        )
+        listed = ", ".join(f"{counts[r]} by {r.value}" for r in SplitRule if counts[r])
+        left = len(variables) - counts.total()
+        return (
+            f'"tensor" splits along {self.axis} {listed or "none"}, and leaves {left} '
+            "to completion"
+        )
+
     def _is_uneven(self, variable: tf.Variable, dim: int, mesh: DeviceMesh) -> bool:
         return bool(variable.shape[dim] % mesh.axis_size(self.axis))
 
+    def _split_dim(self, variable: tf.Variable) -> int | None:
+        split = self._splits.get(id(variable))
+        return None if split is None else split.dim
+
     @functools.cached_property
-    def _split_dims(self) -> dict[int, int]:
-        """By `id` of a variable: the dim that is split."""
-        split = split_weights(self.model)
-        return {id(weight._value): dim for weight, dim in split}
+    def _splits(self) -> dict[int, SplitWeight]:
+        """The weights that are split, by `id` of the variable."""
+        return {id(split.weight._value): split for split in split_weights(self.model)}
+
+    @functools.cached_property
+    def _ends(self) -> set[int]:
+        """`id`s of the kernels that have fewer units than inputs."""
+        products = [_product_of(layer) for _, layer in _inner_layers(self.model)]
+        return {id(p.kernel._value) for p in products if p and p.narrows}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,10 +228,17 @@ class Planned(Layout):
         dims = self._dims.get(id(variable))
         return dims and self.plan.weight_sharding(dims, path_of(variable))
 
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """The names of its dims, by which the plan splits it."""
+        del mesh
+        dims = self._dims.get(id(variable))
+        names = ", ".join(dims or ())
+        return f"the plan, for which its dims are [{names}]" if dims is not None else ""
+
     @functools.cached_property
     def _dims(self) -> dict[int, tuple[str, ...]]:
         """By `id` of a variable: the names of its dims."""
-        split = {id(weight): dim for weight, dim in split_weights(self.model)}
+        split = {id(one.weight): one.dim for one in split_weights(self.model)}
         return {
             id(weight._value): names_of_dims(tuple(weight.shape), split.get(id(weight)))
             for weight in self.model.variables
@@ -158,9 +272,16 @@ class StepLayout(Layout):
         return self.layout.reason(variable, mesh)
 
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Compares a table with all variables, which the train step has built."""
+        """Compares a table with all variables, which the train step has built.
+
+        The model's come before the optimizer's, so that an error names a weight rather
+        than its slots.
+        """
         if self.method == "train_step":
-            self.layout.check(variables_of(self.model), self.model.name)
+            known = variables_of(self.model)
+            self.layout.check(known, self.model.name)
+            for variable in known:
+                self.layout.sharding_of(variable, self.mesh)
 
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
@@ -169,6 +290,12 @@ class StepLayout(Layout):
         if self.method != "train_step" or self.is_told.is_set():
             return
         self.is_told.set()
+        order = {id(v): number for number, v in enumerate(variables_of(self.model))}
+        pairs = sorted(
+            zip(variables, forms, strict=False),
+            key=lambda pair: order.get(id(pair[0]), len(order)),
+        )
+        variables, forms = [v for v, _ in pairs], [form for _, form in pairs]
         notes, is_lacking = layout_notes(self.layout, self.mesh, variables, forms)
         level = logging.WARNING if is_lacking else logging.INFO
         logging.log(level, "%s: %s", self.model.name, notes)
@@ -197,36 +324,147 @@ def names_of_dims(shape: tuple[int, ...], split: int | None) -> tuple[str, ...]:
     return tuple(names)
 
 
-def split_weights(model: Any) -> list[tuple[Any, int]]:
-    """The weights of a Keras model to split, and the dim of each."""
-    pairs = []
-    for layer in model._flatten_layers():
-        for weight in layer.weights if not layer._layers else ():
-            dim = _split_dim(layer, weight)
-            if dim is not None:
-                pairs.append((weight, dim))
-    return pairs
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SplitWeight:
+    """A weight that tensor parallelism splits.
+
+    Args:
+      weight: the Keras variable.
+      dim: the dim that is split.
+      rule: by what.
+    """
+
+    weight: Any
+    dim: int
+    rule: SplitRule
 
 
-def _split_dim(layer: Any, weight: Any) -> int | None:
-    """The dim of a layer's weight that tensor parallelism splits."""
-    kinds = {kind.__name__ for kind in type(layer).__mro__}
-    if "Embedding" in kinds and weight is layer._embeddings:
-        return 0
-    if not kinds & {"Dense", "EinsumDense"} or weight is not layer._kernel:
+def split_weights(model: Any) -> list[SplitWeight]:
+    """The weights of a Keras model that tensor parallelism splits.
+
+    - `EinsumDense` to two dims of its own, as queries, keys and values are made: the
+      first of the two, the heads. From two dims, as a result of attention: the first.
+    - `Dense`, and `EinsumDense` likewise, to more units than it has inputs: its units.
+    - To fewer, as the second of a pair: its inputs, so that each device adds up a part.
+      The last layer before it that has as many units as it has inputs, or twice as
+      many, as for a gate and its input together, is split by units.
+    - To fewer, as the first of a pair: its units. The next of these layers in the same
+      parent takes them as its inputs, and does not have more units.
+    - `Embedding`: its rows.
+
+    Layers are in the order in which their parents hold them.
+    """
+    found: list[SplitWeight] = []
+    by_units: list[tuple[int, bool]] = []  # How many, and whether they are split.
+    layers = list(_inner_layers(model))
+    products = [(parent, p) for parent, layer in layers if (p := _product_of(layer))]
+    number = itertools.count()
+    for _, layer in layers:
+        words = getattr(layer, "_embeddings", None)
+        if "Embedding" in _kinds(layer) and words is not None:
+            found.append(SplitWeight(weight=words, dim=0, rule=SplitRule.WORDS))
+        elif product := _product_of(layer):
+            split = product.split(by_units, _is_first_of_pair(products, next(number)))
+            found += [split] if split else []
+            is_split = split is not None and split.rule is SplitRule.UNITS
+            by_units.append((product.units, is_split))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product:
+    """A `Dense` or `EinsumDense` layer.
+
+    Args:
+      kernel: its weight.
+      made: the kernel's dims that are dims of the result.
+      summed: those that are dims of the input.
+    """
+
+    kernel: Any
+    made: Sequence[int]
+    summed: Sequence[int]
+
+    @property
+    def units(self) -> int:
+        """The size of the result's dim; 0 if it makes several."""
+        return self.kernel.shape[self.made[0]] if len(self.made) == 1 else 0
+
+    @property
+    def inputs(self) -> int:
+        """The size of the input's dim; 0 if it sums over several."""
+        return self.kernel.shape[self.summed[0]] if len(self.summed) == 1 else 0
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it has fewer units than inputs."""
+        return 0 < self.units < self.inputs
+
+    def split(
+        self, by_units: Sequence[tuple[int, bool]], is_first: bool
+    ) -> SplitWeight | None:
+        """How it is split; see `split_weights`.
+
+        Args:
+          by_units: of the layers before, their units, and whether these are split.
+          is_first: whether it is the first of a pair.
+        """
+        counts = len(self.made), len(self.summed)
+        if counts in ((2, 1), (1, 2)):
+            dims = self.made if counts == (2, 1) else self.summed
+            return SplitWeight(weight=self.kernel, dim=dims[0], rule=SplitRule.HEADS)
+        if counts != (1, 1) or self.units == self.inputs:
+            return None
+        wanted = (self.inputs, 2 * self.inputs)
+        makers = [is_split for units, is_split in by_units if units in wanted]
+        if self.narrows and makers[-1:] == [True]:
+            dim, rule = self.summed[0], SplitRule.INPUTS
+        elif self.units > self.inputs or is_first:
+            dim, rule = self.made[0], SplitRule.UNITS
+        else:
+            return None
+        return SplitWeight(weight=self.kernel, dim=dim, rule=rule)
+
+
+def _is_first_of_pair(products: Sequence[tuple[Any, _Product]], number: int) -> bool:
+    """Whether the next layer takes the units of this one, and does not widen."""
+    (parent, first), rest = products[number], products[number + 1 :]
+    if not rest or rest[0][0] is not parent:
+        return False
+    second = rest[0][1]
+    return first.units == second.inputs and 0 < second.units <= second.inputs
+
+
+def _inner_layers(model: Any) -> Iterator[tuple[Any, Any]]:
+    """Each layer without layers of its own, after the layer that holds it, once."""
+    seen: set[int] = set()
+
+    def walk(parent, layer):
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
+        if not layer._layers:
+            yield parent, layer
+        for inner in layer._layers:
+            yield from walk(layer, inner)
+
+    return walk(None, model)
+
+
+def _kinds(layer: Any) -> set[str]:
+    return {kind.__name__ for kind in type(layer).__mro__}
+
+
+def _product_of(layer: Any) -> _Product | None:
+    """The product that a layer is; None if it is another layer, or is not built."""
+    weight = getattr(layer, "_kernel", None)
+    if not _kinds(layer) & {"Dense", "EinsumDense"} or weight is None:
         return None
     equation = getattr(layer, "equation", "ab,bc->ac")
     inputs, rest = equation.replace("...", "").split(",")
     kernel, outputs = rest.split("->")
-    made = [i for i, dim in enumerate(kernel) if dim in outputs and dim not in inputs]
-    summed = [i for i, dim in enumerate(kernel) if dim in inputs and dim not in outputs]
-    if (len(made), len(summed)) == (2, 1):
-        return made[0]
-    if (len(made), len(summed)) == (1, 2):
-        return summed[0]
-    if (len(made), len(summed)) != (1, 1):
-        return None
-    units, fan_in = weight.shape[made[0]], weight.shape[summed[0]]
-    if units == fan_in:
-        return None
-    return made[0] if units > fan_in else summed[0]
+    return _Product(
+        kernel=weight,
+        made=[i for i, d in enumerate(kernel) if d in outputs and d not in inputs],
+        summed=[i for i, d in enumerate(kernel) if d in inputs and d not in outputs],
+    )

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -53,12 +54,17 @@ class Layout:
         raise NotImplementedError
 
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
-        """For reports: which row splits it, or why none does; "" if none has to."""
+        """For reports: what splits it, or why nothing does; "" if it is not known."""
         return self.missed(variable, mesh)
 
     def missed(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """Why it is not split though it is of a kind that is; "" if it is not."""
         del variable, mesh
+        return ""
+
+    def summary(self, variables: Sequence[tf.Variable], mesh: DeviceMesh) -> str:
+        """What it does to the variables, in a few words; "" if the user said so."""
+        del variables, mesh
         return ""
 
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
@@ -77,9 +83,11 @@ class LayoutTable(Layout):
     Args:
       rows: regular expressions, and for each what `mesh_split` takes as its
         `dims_mapping`. The first that is in a variable's name applies.
+      told: the rows that a warning has named.
     """
 
     rows: Mapping[str, Sequence[Any]]
+    told: set[str] = dataclasses.field(default_factory=set, repr=False, compare=False)
 
     def __post_init__(self):
         """Raises ValueError for a row that no variable could have."""
@@ -115,7 +123,40 @@ class LayoutTable(Layout):
         paths = [path_of(variable) for variable in variables]
         return [p for p in self.rows if not any(re.search(p, path) for path in paths)]
 
-    def check(
+    def undecided(self, variables: Sequence[tf.Variable]) -> dict[str, str]:
+        """The rows that fit variables, each of which an earlier row fits too.
+
+        Returns:
+          For each such row the first of the earlier rows that fits the first variable.
+        """
+        deciding = {path_of(v): self._row_of(path_of(v)) for v in variables}
+        earlier = {}
+        for row in self.rows.keys() - {*deciding.values()}:
+            fitting = [path for path in deciding if re.search(row, path)]
+            if fitting:
+                earlier[row] = deciding[fitting[0]]
+        return earlier
+
+    def _row_of(self, path: str) -> str | None:
+        """The row that decides about a variable, if there is one."""
+        return next((row for row in self.rows if re.search(row, path)), None)
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Raises ValueError for a row that fits no variable of `name`.
+
+        A row that decides about none, as earlier rows do, is a warning.
+        """
+        self.check_matches(variables, name)
+        for row, first in self.undecided(variables).items():
+            if row not in self.told:
+                self.told.add(row)
+                logging.warning(
+                    "%s: layout row %r decides nothing, as earlier rows, such as %r, "
+                    "match all its variables: put it before them",
+                    *(name, row, first),
+                )
+
+    def check_matches(
         self, variables: Sequence[tf.Variable], name: str, hint: str = ""
     ) -> None:
         """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
@@ -157,8 +198,7 @@ class LayoutTable(Layout):
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """The row that is for it."""
         del mesh
-        path = path_of(variable)
-        row = next((p for p in self.rows if re.search(p, path)), None)
+        row = self._row_of(path_of(variable))
         nothing = "no row of the layout is for it" if self.rows else ""
         return nothing if row is None else f"row {row!r} of the layout"
 
@@ -198,10 +238,12 @@ class FullySharded(Layout):
         return Sharding(mesh, tuple(dims))
 
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
-        """Why it is not split."""
+        """That the largest dim is split, or why it is not."""
         largest, count = max(variable.shape, default=1), mesh.axes_size(self.axes)
         if largest >= count:
-            return ""
+            return (
+                'the layout "fsdp", which splits the largest dim that its axes divide'
+            )
         return f'"fsdp" splits no dim shorter than {count}, the number of its devices'
 
 
@@ -239,6 +281,8 @@ def layout_notes(
         f"each of {mesh.size} devices holds {bytes_text(held)} of {bytes_text(total)} "
         f"of variables; replicated are {count} of {len(variables)}, {bytes_text(alike)}"
     )
+    if summary := layout.summary(variables, mesh):
+        line += f"; {summary}"
     if padded:
         line += f"; padded, as the axes do not divide them: {_first(padded)}"
     if missed:

@@ -428,7 +428,7 @@ def _dims(
     model: Any, variables: NestedMap, rows: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
     """The names of the dims of each variable, by its path in the nested map."""
-    split = {id(variable): dim for variable, dim in split_weights(model)}
+    split = {id(one.weight): one.dim for one in split_weights(model)}
     unused, dims = set(rows), {}
     for path, variable in variables.items_by_path():
         row = next((row for row in rows if re.search(row, variable.path)), None)

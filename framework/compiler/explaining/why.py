@@ -142,7 +142,8 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
     Args:
       reasons: of the program.
       target: the name that `explain` gives a tensor, or its last parts; a line, such as
-        "linear.py:12"; or a layer, such as "stack.dense".
+        "linear.py:12"; or a layer, such as "stack.dense", or of Keras "block/dense",
+        whose variables are meant.
 
     Raises:
       ValueError: there are none; the message has the nearest names.
@@ -151,6 +152,7 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
         lambda t: target in (t.name, f"{t.kind.value} {t.name}"),
         lambda t: t.name.endswith((f"/{target}", f".{target}")),
         lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
+        lambda t: target in _holders(t),
         lambda t: f"/{t.file}:{t.line}".endswith(f"/{target.lstrip('/')}"),
     ):
         if found := [tensor for tensor in reasons.tensors if matches(tensor)]:
@@ -158,6 +160,7 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
     named = [n for t in reasons.tensors for n in (t.name, t.source, t.layer) if n]
     # Of long names the last part is what people remember.
     ends = {name.split("/")[-1]: name for name in named} | {n: n for n in named}
+    ends |= {holder: holder for t in reasons.tensors for holder in _holders(t)}
     near = difflib.get_close_matches(target, ends, 4, cutoff=0.4)
     texts = ", ".join(dict.fromkeys(repr(ends[name]) for name in near))
     hint = f"; near it are {texts}" if near else ""
@@ -165,6 +168,18 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
         f"{reasons.name} has no tensor, line or layer {target!r}{hint}: explain prints "
         "the names of all"
     )
+
+
+def _holders(tensor: TensorLayout) -> Iterator[str]:
+    """The Keras layers that hold a variable: the ends of each path to one of them.
+
+    `0.net/block/up/kernel` is held by `up`, `block/up`, `net/block/up`, `block`, ...
+    """
+    if tensor.kind is not Kind.ARGUMENT:
+        return
+    parts = tensor.name.partition(".")[2].split("/")[:-1]
+    for end in range(len(parts), 0, -1):
+        yield from ("/".join(parts[begin:end]) for begin in range(end))
 
 
 def _reason(

@@ -72,6 +72,8 @@ class Repair:
         )
         gets = "is slow at" if self.fault.is_slow else "gets wrong"
         done = f"it is laid out otherwise: {listed}" if listed else self.fault.repair
+        if not self.fault.is_slow:
+            done = f"so that the result is right, {done}"
         return (
             f"op {self.op_name!r}{where} {self.fault.what}, which XLA {gets}; {done} "
             f"({self.bytes} bytes to each device in each run)"

@@ -36,6 +36,13 @@ def matmul(mesh, devices):
     [
         ("v9:2x2", "unknown kind: one of v2, v3, .*as in 'v3:16x16'"),
         ("", "unknown kind"),
+        ("v5e-8", "unknown kind.* as in 'h100:4x8'; did you mean 'v5e:2x4'"),
+        ("v5litepod-16", "did you mean 'v5e:4x4'"),
+        ("v5litepod:2x4", "did you mean 'v5e:2x4'"),
+        ("v3-8", "did you mean 'v3:2x2'"),
+        ("v4-16", "did you mean 'v4:2x2x2'"),
+        ("v5p-16", "did you mean 'v5p:2x2x2'"),
+        ("h100-8", "did you mean 'h100:8'"),
         ("v3", "v3 pods have 2 dims and go up to 'v3:32x32'"),
         ("v3:64x64", "v3 pods have 2 dims and go up to 'v3:32x32'"),
         ("v3:16x64", "go up to 'v3:32x32'"),

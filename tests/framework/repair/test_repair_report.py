@@ -76,7 +76,8 @@ def test_a_costly_repair_is_a_warning(partitioner, caplog):
         "op 'GatherV2' (",
         "test_repair_report.py:",
         "is a gather or scatter by indices in shards of unequal size, which XLA gets "
-        "wrong; it is laid out otherwise: operand 1 s32[2] [Y] -> [_]",
+        "wrong; so that the result is right, it is laid out otherwise: operand 1 "
+        "s32[2] [Y] -> [_]",
         f"({repair.bytes} bytes to each device in each run)",
     ):
         assert part in message
@@ -110,7 +111,7 @@ def test_strictly_every_costly_op_is_named(partitioner):
         match=r"(?s)^two: the program is compiled strictly, and 2 of its ops would be "
         r"laid out otherwise at a cost:\n"
         r"  op 'GatherV2' \(.*test_repair_report\.py:\d+\) is a gather or scatter by "
-        r"indices .*; it is laid out otherwise: "
+        r"indices .*; so that the result is right, it is laid out otherwise: "
         r"operand 1 s32\[2\] \[Y\] -> \[_\].* \(\d+ bytes to each device in "
         r"each run\)\n"
         r"  op 'GatherV2_1' \(.*test_repair_report\.py:\d+\) .*\n"

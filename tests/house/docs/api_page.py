@@ -44,8 +44,14 @@ def api_page(prose: Callable[[str], str]) -> str:
 
 
 def _section(name: str, one: Any, prose: Callable[[str], str]) -> str:
-    shown = f"mw.{name}" if inspect.ismodule(one) else _signature(f"mw.{name}", one)
     members = _members(one)
+    shown = _signature(f"mw.{name}", one)
+    if inspect.ismodule(one):
+        # Of a module that says what it shows: others have functions for our own code.
+        named = getattr(one, "__all__", ())
+        functions = [m for m in named if inspect.isroutine(getattr(one, m))]
+        calls = [_signature(f"mw.{name}.{m}", getattr(one, m)) for m in functions]
+        shown = "\n".join(calls or [shown])
     has = f"It has {', '.join(f'`{m}`' for m in members)}.\n" if members else ""
     text = [f"### {name}\n", f"```\n{shown}\n```\n", f"{prose(_first_sentence(one))}\n"]
     return "\n".join([*text, *([has] if has else [])])
@@ -55,7 +61,8 @@ def _signature(name: str, one: Any) -> str:
     """A call on one line or, if that is long, a line for each parameter."""
     if inspect.isclass(one) and issubclass(one, enum.Enum):
         return "\n".join(f"{name}.{member.name}" for member in one)
-    if inspect.isclass(one) and issubclass(one, Exception):
+    is_exception = inspect.isclass(one) and issubclass(one, Exception)
+    if is_exception or inspect.ismodule(one):
         return name
     parameters = [_parameter(p) for p in inspect.signature(one).parameters.values()]
     kinds = [p.kind for p in inspect.signature(one).parameters.values()]

@@ -136,6 +136,7 @@ def _volumes() -> Case:
         LAYERS.MaxPooling3D(),
         LAYERS.Conv3DTranspose(8, 2),
         LAYERS.GlobalAveragePooling3D(),
+        LAYERS.Dense(16, "relu"),
         LAYERS.Dense(CLASSES),
     ]
     shape = (8, 8, 8, 1)

@@ -194,8 +194,9 @@ def test_tensor_parallelism_splits_heads_units_and_words(partitioner):
 
 
 def test_tensor_parallelism_of_no_such_layers_is_refused():
-    conv = keras.Sequential([LAYERS.Input((4, 4, 1)), LAYERS.Conv2D(2, 2)])
-    with pytest.raises(ValueError, match="none of its layers is a Dense, EinsumDense"):
+    layers = [LAYERS.Conv2D(8, 2), LAYERS.Flatten(), LAYERS.Dense(4)]
+    conv = keras.Sequential([LAYERS.Input((4, 4, 1)), *layers])
+    with pytest.raises(ValueError, match="splits none of its weights, as no layer is"):
         distribute(conv, MESH, "tensor")
 
 
@@ -292,9 +293,9 @@ def test_a_plan_splits_weights_by_the_names_of_their_dims():
     model = compiled(distribute(network(), MESH, PLAN))
     model.fit(X[:8], Y[:8], verbose=0)
     kernel = model.layers[4].kernel
-    assert kernel.shape == (16, 8) and shard_shape(kernel) == (4, 4)
+    assert kernel.shape == (16, 8) and shard_shape(kernel) == (8, 2)
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
-    assert {shard_shape(v) for v in slots} == {(4, 4)}
+    assert {shard_shape(v) for v in slots} == {(8, 2)}
 
 
 @pytest.mark.parametrize(
@@ -384,6 +385,20 @@ def test_distribute_refuses_models_meshes_and_options():
         later.fit(X, Y, **FIT)
 
 
+def test_what_was_made_for_a_strategy_is_refused():
+    scope = tf.distribute.MirroredStrategy(["CPU:0"]).scope
+    with scope():
+        model = network()
+    with pytest.raises(ValueError, match="in the scope of a tf.distribute.Mirrored.*"):
+        distribute(model, MESH)
+    dense = LAYERS.Dense(4, name="mirrored")
+    with scope():
+        dense.build((None, 3))
+    model = keras.Sequential([LAYERS.Input((3,)), dense])
+    with pytest.raises(ValueError, match="mirrored/kernel was made in the scope of"):
+        distribute(model, MESH)
+
+
 def test_rows_for_slots_are_looked_for_in_the_optimizer():
     rows = {**TABLE, "^adam.*velocity": [None, "model"]}
     model = compiled(network())
@@ -433,6 +448,8 @@ def test_a_program_wants_a_model_on_a_mesh_and_data():
     with pytest.raises(ValueError, match="is on no mesh: call mw.keras.distribute"):
         mw.keras.program(compiled(network()), X, Y)
     model = compiled(distribute(network(), MESH))
+    with pytest.raises(ValueError, match="there are no data: pass x, and y, as to fit"):
+        mw.keras.program(model)
     with pytest.raises(ValueError, match="have no batches"):
         mw.keras.program(model, tf.data.Dataset.from_tensor_slices((X, Y)).take(0))
 

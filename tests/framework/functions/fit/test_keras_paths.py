@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import meshwright.framework as mw
+from meshwright.framework.functions.keras_layouts import split_weights
 from meshwright.framework.functions.mesh_variable import value_of
 
 LAYERS = keras.layers
@@ -130,13 +131,13 @@ def test_a_name_that_only_tf_gives_is_no_path():
 
 def test_a_backup_goes_on_where_layers_are_split_by_their_paths(tmp_path):
     def trained(layout, epochs):
-        model = mw.keras.distribute(compiled("called"), MESH, layout)
+        model = mw.keras.distribute(compiled("unbuilt"), MESH, layout)
         saved = [mw.keras.backup(tmp_path / "backup")]
         model.fit(X, Y, epochs=epochs, shuffle=False, verbose=0, callbacks=saved)
         return model.get_weights()
 
     trained("data", 1)
-    whole = mw.keras.distribute(compiled("called"), MESH, ROWS)
+    whole = mw.keras.distribute(compiled("unbuilt"), MESH, ROWS)
     whole.fit(X, Y, epochs=2, shuffle=False, verbose=0)
     assert_alike(trained(ROWS, 2), whole.get_weights())
 
@@ -193,6 +194,112 @@ def test_what_a_layout_leaves_has_a_reason(layout, name, why):
     assert why in str(program.why(f"argument 0.tiny/{name}"))
 
 
+UNITS = 'the layout "tensor", which splits feed-forward layers by units'
+INPUTS = 'the layout "tensor", which splits by inputs a layer that follows one split'
+LARGEST = 'the layout "fsdp", which splits the largest dim that its axes divide'
+PLAN = mw.ShardingPlan(
+    mesh_axes=MESH.axis_names,
+    mesh_shape=MESH.shape,
+    weights={"tensor": "model"},
+    activations={"batch": "data"},
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "why"),
+    [
+        ("tensor", "a/kernel", UNITS),
+        ("tensor", "b/kernel", INPUTS),
+        ("fsdp", "a/kernel", LARGEST),
+        (PLAN, "a/kernel", "the plan, for which its dims are [fsdp, tensor]"),
+    ],
+    ids=["units", "inputs", "fsdp", "plan"],
+)
+def test_what_a_layout_splits_has_its_rule_as_reason(layout, name, why):
+    _, program = two(32, layout, weight_update_sharding="off")
+    assert f"], by {why}" in str(program.why(f"argument 0.tiny/{name}"))
+
+
+def test_a_keras_layer_is_asked_for_by_its_path():
+    model = mw.keras.distribute(compiled("called"), MESH, ROWS)
+    program = mw.keras.program(model, X, Y, batch_size=8)
+    for path in ("first/up", "sub/first/up"):
+        asked = [reason.tensor.name for reason in program.why(path).tensors]
+        assert asked == ["0.sub/first/up/bias", "0.sub/first/up/kernel"]
+    assert len(program.why("first").tensors) == 4
+    with pytest.raises(ValueError, match="layer 'frist/up'; near it are 'first/up'"):
+        program.why("frist/up")
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_the_head_of_a_classifier_is_left_to_completion(partitioner, caplog):
+    caplog.set_level("INFO", "absl")
+    how = {"partitioner": partitioner, "weight_update_sharding": "off"}
+    model = mw.keras.distribute(compiled("called"), MESH, "tensor", **how)
+    program = mw.keras.program(model, X, Y, batch_size=8)
+    assert {c.kind for c in program.collectives()} == {"all-reduce"}
+    left = "as its layer has fewer units than inputs, and follows none that is split"
+    assert left in str(program.why("head"))
+    assert_alike(fitted(model), fitted(compiled("called")))
+    assert shard_shape(model.first.up.kernel) == (12, 8)
+    assert shard_shape(model.second.down.kernel) == (8, 12)
+    assert shard_shape(model.head.kernel) == (12, 4)
+    line = '"tensor" splits along model 2 by units, 2 by inputs, and leaves '
+    assert caplog.text.count(line) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "units", "rules"),
+    [
+        (20, (64, 10), ["units", "inputs"]),
+        (64, (32, 8), ["units", "inputs"]),
+        (64, (32, 32, 8), ["units", None, None]),
+        (20, (64, 64, 10), ["units", None, None]),
+        (20, (64, 20, 10), ["units", "inputs", None]),
+        (16, (64, "halves", 16), ["units", "inputs"]),
+        (64, (10,), [None]),
+    ],
+)
+def test_a_pair_of_layers_is_split_by_units_and_then_by_inputs(inputs, units, rules):
+    x = made = keras.Input((inputs,))
+    layers = []
+    for count in units:
+        if count == "halves":
+            made = made[:, : made.shape[1] // 2]
+            continue
+        layers.append(LAYERS.Dense(count))
+        made = layers[-1](made)
+    split = split_weights(keras.Model(x, made))
+    found = {one.weight.path: one.rule.value for one in split}
+    assert [found.get(layer.kernel.path) for layer in layers] == rules
+
+
+def test_a_row_that_decides_nothing_is_told(caplog):
+    rows = {"kernel$": [None, "model"], "a/kernel$": ["model", None]}
+    model, _ = two(32, rows)
+    nothing = "tiny: layout row 'a/kernel$' decides nothing, as earlier rows, such as"
+    assert f"{nothing} 'kernel$', match all its variables: put it before" in caplog.text
+    model.fit(X[:8], Y[:8], verbose=0)
+    assert caplog.text.count("decides nothing") == 1
+    caplog.clear()
+    two(32, dict(reversed(rows.items())))
+    assert "decides nothing" not in caplog.text
+
+
+def test_a_row_for_slots_alone_decides(caplog):
+    model = compiled("called")
+    rows = {"first/up/kernel$": [None, "model"], "up.kernel": [None, "model"]}
+    mw.keras.distribute(model, MESH, {"second/up/kernel": [None, "model"], **rows})
+    fitted(model)
+    assert "decides nothing" not in caplog.text
+
+
+def test_an_error_names_a_weight_before_its_slots():
+    model = mw.keras.distribute(compiled(), MESH, {"up.kernel": ["model"]})
+    with pytest.raises(ValueError, match="matches 'sub/first/up/kernel', which has 2"):
+        fitted(model)
+
+
 def test_idle_devices_are_told(caplog):
     two(32, "data", mesh=mw.DeviceMesh(("data",), (4,)))
     assert "the mesh (data=4) has 4 of 8 devices; the others are idle" in caplog.text
@@ -204,5 +311,11 @@ def test_a_step_is_planned_for_devices_that_are_not_here():
     assert 0 < plan.memory < 2**24 < plan.memory_limit
     assert 0 < plan.time.seconds < 1
     assert "step, estimated:" in str(plan) and "all-reduce along" in str(plan)
+    model = compiled("called")
+    mw.keras.plan(model, MESH, ROWS, topology="v5e:2x4", x=X, y=Y)
+    for use in (fitted, lambda model: model.predict(X, verbose=0)):
+        with pytest.raises(ValueError, match="sub was planned last, for 8 devices of"):
+            use(model)
+    fitted(mw.keras.distribute(model, MESH, ROWS))
     with pytest.raises(ValueError, match=r"'v5e:4x4' has 16 devices, but the mesh"):
         mw.keras.plan(compiled("called"), MESH, topology="v5e:4x4", x=X, y=Y)
