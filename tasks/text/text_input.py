@@ -149,12 +149,14 @@ class Corpus:
       bounds: int64 [D + 1], where each document starts in the stream, and T.
       text_bytes: the documents' bytes.
       first_id: the id of a 0 in the stream.
+      start_id: the id of a start token.
     """
 
     stream: np.ndarray
     bounds: np.ndarray
     text_bytes: int
     first_id: int
+    start_id: int
 
     @classmethod
     def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
@@ -165,6 +167,7 @@ class Corpus:
             bounds=_bounds(documents),
             text_bytes=sum(map(len, documents)),
             first_id=ByteTokenizer.first_byte_id,
+            start_id=ByteTokenizer.start_id,
         )
 
     @classmethod
@@ -182,6 +185,7 @@ class Corpus:
             bounds=_bounds(ids),
             text_bytes=sum(map(len, documents)),
             first_id=0,
+            start_id=vocabulary.start_id,
         )
 
     @property
@@ -266,6 +270,7 @@ def pack_rows(
     *,
     sequence_length: int,
     first_id: int = ByteTokenizer.first_byte_id,
+    start_id: int = ByteTokenizer.start_id,
 ) -> NestedMap:
     """Examples by number: example i has the S tokens from i * S on.
 
@@ -278,6 +283,7 @@ def pack_rows(
       index: int64 [B], numbers of examples.
       sequence_length: S.
       first_id: as in `Corpus`.
+      start_id: as in `Corpus`.
 
     Returns:
       As `TextInput` describes them, each [B, S].
@@ -297,7 +303,7 @@ def pack_rows(
     def token_id(at):
         return tf.cast(tf.gather(stream, at), tf.int32) + first_id
 
-    ids = tf.where(place == start, ByteTokenizer.start_id, token_id(place))
+    ids = tf.where(place == start, start_id, token_id(place))
     return NestedMap(
         ids=masked(is_read, ids),
         labels=masked(is_byte, token_id(tf.minimum(place + 1, last))),
@@ -370,7 +376,9 @@ class TextInput(TokenInput):
     @property
     def end_id(self) -> int:
         """The id after a document's last token."""
-        return (ByteTokenizer if self.vocabulary is None else Vocabulary).end_id
+        if self.vocabulary is None:
+            return ByteTokenizer.end_id
+        return self.vocabulary.special_tokens.end_id
 
     def trained_vocabulary(self) -> Vocabulary:
         """The vocabulary of subwords; reads the files if it names no model.
@@ -461,6 +469,7 @@ class TextInput(TokenInput):
                 examples(step),
                 sequence_length=S,
                 first_id=corpus.first_id,
+                start_id=corpus.start_id,
             )
 
         return read_batches(steps, batch)
