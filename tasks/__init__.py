@@ -6,6 +6,7 @@ from meshwright.tasks.images.image_input import ImageInput
 from meshwright.tasks.images.synthetic_images import SyntheticImages
 from meshwright.tasks.input.batched_input import Resume
 from meshwright.tasks.input.dataset_input import DatasetInput
+from meshwright.tasks.input.token_dataset import TokenDataset
 from meshwright.tasks.keras.keras_model import KerasCompile, KerasModel
 from meshwright.tasks.keras.keras_optimizer import KerasOptimizer
 from meshwright.tasks.recommendation.interactions import RatingsFile
@@ -80,6 +81,7 @@ __all__ = [
     "TaskLoss",
     "TextFiles",
     "TextInput",
+    "TokenDataset",
     "Translation",
     "TranslationInput",
     "TsvFiles",

@@ -20,6 +20,7 @@ from absl import app, flags, logging
 
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings import gin_check
+from meshwright.trainers.experiment.bindings.of_t5x import of_flag
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.startup import quiet
 from meshwright.trainers.startup.messages import printable
@@ -102,7 +103,7 @@ def run(
             left = flags.FLAGS(argv)
             _check_given(required)
         except flags.Error as error:
-            text = printable(_flag_error(str(error)))
+            text = printable(_flag_error(error))
             sys.exit(f"{name}: {text}\n(--help lists the flags)")
         except SystemExit:  # By --help and its like, for which absl's status is 1.
             sys.exit(0)
@@ -128,8 +129,17 @@ def _check_given(required: Mapping[str, str]) -> None:
             raise flags.Error(f"--{flag} is required, such as --{flag}={example}")
 
 
-def _flag_error(text: str) -> str:
-    """absl's message, in terms of the flag where it has Python's words for a number."""
+def _flag_error(error: flags.Error) -> str:
+    """absl's message, in terms of the flag where it has Python's words for a number.
+
+    A flag of T5X or Lingvo gets the one that stands for it here.
+    """
+    text = str(error)
+    if isinstance(error, flags.UnrecognizedFlagError):
+        hint = of_flag(error.flagname, error.flagvalue)
+        return (
+            f"Unknown command line flag {error.flagname!r}\n  {hint}" if hint else text
+        )
     match = re.match(
         r"flag --(\w+)=(.*): (invalid literal|could not convert)", text, re.DOTALL
     )

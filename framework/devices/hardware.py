@@ -10,10 +10,8 @@ compiler's `estimated_cycles` gave (32219, 63497, 117756, 115044, 236349, 369231
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import jax
-import numpy as np
 
 _GIB = 2**30
 
@@ -306,12 +304,9 @@ def hardware_of(device: jax.Device) -> Hardware:
 def peak_flops(device_count: int) -> float | None:
     """bfloat16 FLOPs a second of the devices in use; None for an unknown kind.
 
-    The virtual devices of a CPU share it, so there the rate is that of the machine,
-    measured: the best of a few float32 matrix products.
+    That of a CPU, whose virtual devices share it, is unknown too.
     """
     device = jax.devices()[0]
-    if jax.default_backend() == "cpu":
-        return _measured_cpu_flops()
     tpu = tpu_kind_of(device)
     if tpu is not None:
         return tpu.peak_flops * (tpu.cores if tpu.is_merged else 1) * device_count
@@ -323,18 +318,3 @@ def _gpu_kind_of(device: jax.Device) -> GpuKind | None:
     name = device.device_kind
     kinds = (kind for kind in GPU_KINDS.values() if name.startswith(kind.jax_name))
     return next(kinds, None)
-
-
-_SIZE = 1024
-_TRIALS = 5
-
-
-def _measured_cpu_flops() -> float:
-    a = np.ones((_SIZE, _SIZE), np.float32)
-    a @ a
-    best = float("inf")
-    for _ in range(_TRIALS):
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * _SIZE**3 / best

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.places import on_disk
 from meshwright.tasks.input.record_files import find_records, read_record
 
 # Files whose lengths are read at a time: their disks take the time.
@@ -146,9 +147,8 @@ def reason(error: Exception) -> str:
 
 @functools.cache
 def _records(pattern: str, field: str) -> Records:
-    paths = sorted(
-        p for p in glob.glob(os.path.expanduser(pattern)) if os.path.isfile(p)
-    )
+    matching = glob.glob(on_disk(pattern, field))
+    paths = sorted(p for p in matching if os.path.isfile(p))
     if not paths:
         raise FileNotFoundError(
             f"no file matches {pattern!r}: set {field} to a pattern of TFRecord files, "

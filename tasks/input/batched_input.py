@@ -99,10 +99,8 @@ class BatchedInput(Checked):
 class TokenInput(BatchedInput):
     """Base of inputs of tokens from one vocabulary."""
 
-    @property
-    def vocab_size(self) -> int:
-        """V, above every id."""
-        raise NotImplementedError(f"{type(self).__name__}.vocab_size")
+    vocab_size: int
+    """V, above every id: a field or a property of a subclass."""
 
 
 def pass_steps(

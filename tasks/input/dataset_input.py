@@ -68,14 +68,14 @@ class DatasetInput(BatchedInput):
             value = getattr(self, name)
             if not callable(value) and (name == "train" or value is not None):
                 raise ValueError(
-                    f"DatasetInput.{name} is {value!r}; it must be a function that "
+                    f"{self._name}.{name} is {value!r}; it must be a function that "
                     "returns a tf.data.Dataset (in gin @function, without brackets)"
                 )
         # Now, so that gin sees that the functions' bindings take effect.
         train, held_out = self._examples("train"), self._examples("held_out")
         if held_out is not None and held_out.element_spec != train.element_spec:
             raise ValueError(
-                "DatasetInput.held_out and DatasetInput.train return examples that "
+                f"{self._name}.held_out and {self._name}.train return examples that "
                 "differ: make them alike (.unbatch() undoes .batch())"
                 f"\nheld_out:{_lines(held_out)}\ntrain:{_lines(train)}"
             )
@@ -86,15 +86,20 @@ class DatasetInput(BatchedInput):
         return batch_spec(self.structure, batch)
 
     @property
+    def _name(self) -> str:
+        """The class's, for messages: of a subclass too."""
+        return type(self).__name__
+
+    @property
     def structure(self) -> Any:
         """An example as its function makes it: a `tf.TensorSpec` for each tensor."""
         return self._structure
 
     def fingerprint(self) -> dict[str, str | int]:
         return {
-            "DatasetInput.train": getattr(self.train, "__name__", "a function"),
-            "DatasetInput.seed": self.seed,
-            "the dataset of DatasetInput.train": self._description,
+            f"{self._name}.train": getattr(self.train, "__name__", "a function"),
+            f"{self._name}.seed": self.seed,
+            f"the dataset of {self._name}.train": self._description,
         }
 
     def _examples(self, field: str, seed: int | None = None) -> tf.data.Dataset | None:
@@ -108,7 +113,7 @@ class DatasetInput(BatchedInput):
         # For ops of the dataset without seeds.
         tf.random.set_seed(self.seed if seed is None else seed)
         examples = getattr(self, field)()
-        name = f"DatasetInput.{field}"
+        name = f"{self._name}.{field}"
         if not isinstance(examples, tf.data.Dataset):
             raise ValueError(
                 f"{name} returns {type(examples).__name__}; it must return a "
@@ -141,7 +146,7 @@ class DatasetInput(BatchedInput):
                     "padded to a fixed shape (.map with tf.ensure_shape tells it)"
                 )
         if field == "train" and self.resume is not Resume.ANEW:
-            _check_resumes(examples, self.resume)
+            _check_resumes(examples, self.resume, self._name)
         return _in_order(examples)
 
     def _named(self, field: str, seed: int | None = None) -> tf.data.Dataset:
@@ -176,7 +181,7 @@ class DatasetInput(BatchedInput):
         given = BatchRows(global_batch, rows)
         if self.held_out is None:
             raise ValueError(
-                "DatasetInput.held_out is not set, and there is no evaluation without "
+                f"{self._name}.held_out is not set, and there is no evaluation without "
                 "it: set it, or train with --mode=train"
             )
         examples = self._named("held_out")
@@ -186,12 +191,12 @@ class DatasetInput(BatchedInput):
         return _of_rows(batches, given)
 
 
-def _check_resumes(examples: tf.data.Dataset, resume: Resume) -> None:
+def _check_resumes(examples: tf.data.Dataset, resume: Resume, name: str) -> None:
     """Checks that a run can find its place again in the examples for training."""
     if any(kind.startswith("_DataService") for kind in _kinds(examples)):
         raise ValueError(
-            "DatasetInput.train reads from a tf.data service, which keeps no state and "
-            "no order from which a run could resume, and DatasetInput.resume is "
+            f"{name}.train reads from a tf.data service, which keeps no state and "
+            f"no order from which a run could resume, and {name}.resume is "
             f"Resume.{resume.name}: set it to %Resume.ANEW, and a run that resumes "
             "begins a new pass"
         )

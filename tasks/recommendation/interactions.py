@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import gin
 import numpy as np
 
+from meshwright.tasks.input.places import on_disk
+
 # The columns that are read of a file, as MovieLens names them.
 _COLUMNS = ("userId", "movieId", "timestamp")
 
@@ -140,7 +142,7 @@ class RatingsFile:
             number in a column; a user has one item only. The message names file and
             line.
         """
-        return _read(os.path.expanduser(self.path))
+        return _read(on_disk(self.path, "RatingsFile.path"))
 
 
 @functools.cache

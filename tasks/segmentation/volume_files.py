@@ -23,6 +23,7 @@ import numpy as np
 
 from meshwright.framework.modeling.checks import Checked, bounded, check_value
 from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.places import on_disk
 from meshwright.tasks.segmentation.nifti import (
     MOST_VOXELS,
     libraries,
@@ -382,7 +383,7 @@ class _Listed:
 
 @functools.cache
 def _listed(path: str) -> _Listed:
-    file = pathlib.Path(path).expanduser()
+    file = pathlib.Path(on_disk(path, "VolumeFiles.path"))
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as e:

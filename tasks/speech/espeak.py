@@ -92,7 +92,7 @@ class EspeakSpeech(Checked):
                 sentences.update(_sentences_of(docstring, self.max_chars))
         if not sentences:
             raise ValueError(
-                f"no docstring under {str(self.text.folder)!r} has a sentence of words "
+                f"no docstring under {self.text.folder!r} has a sentence of words "
                 f"alone with at most {self.max_chars} characters: raise "
                 "EspeakSpeech.max_chars, or set TextFiles.root to Python sources"
             )

@@ -14,6 +14,7 @@ import gin
 
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.places import on_disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Manifest(Checked):
 
 @functools.cache
 def _read(path: str) -> list[Utterance]:
-    file = pathlib.Path(path).expanduser()
+    file = pathlib.Path(on_disk(path, "Manifest.path"))
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as e:

@@ -30,9 +30,11 @@ from meshwright.layers.stacks.pipelines.one_f_one_b import LossHead
 from meshwright.layers.stacks.pipelines.pipeline import Pipeline
 from meshwright.layers.stacks.sequential import each_layer
 from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.token_dataset import TokenDataset
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.tasks.text.text_task import TextTask
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 
 VOCABULARY_FILE = "vocabulary.model"
 """The vocabulary's SentencePiece model, in the folder of a training."""
@@ -44,8 +46,8 @@ class LanguageModel(TextTask):
     """Predicts each next token: embedding, a stack of layers, softmax.
 
     Args:
-      text: the input; a batch has ids, labels, weights, segment_ids and
-        segment_positions, each [B, S].
+      text: the input, a `TextInput` or `TokenDataset`; a batch has ids, labels,
+        weights, segment_ids and segment_positions, each [B, S].
       stack: L layers from [B, S, M] to [B, S, M], such as `Repeat` or `Pipeline`.
       final_norm: normalization before the softmax.
 
@@ -56,7 +58,7 @@ class LanguageModel(TextTask):
 
     stacks = ("stack",)
 
-    text: TextInput
+    text: TextInput | TokenDataset
     stack: Layer
     final_norm: Layer
 
@@ -218,15 +220,23 @@ class LanguageModel(TextTask):
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         metrics = super().metrics(sums)
+        if not isinstance(self.text, TextInput):  # Nobody knows their bytes.
+            return metrics
         # All tokens are bytes, or as many bytes in the mean as those held out.
         tokens_of_a_byte = 1.0
-        if self.text.vocabulary is not None:
+        if self._vocabulary is not None:
             held_out = self.text.statistics(Split.HELD_OUT)
             tokens_of_a_byte = held_out.tokens / held_out.text_bytes
         bits = metrics["loss"] * tokens_of_a_byte / math.log(2)
         return {**metrics, "bits_per_byte": bits}
 
+    @property
+    def _vocabulary(self) -> SentencePieceVocabulary | None:
+        return self.text.vocabulary if isinstance(self.text, TextInput) else None
+
     def describe_data(self) -> dict[str, float]:
+        if not isinstance(self.text, TextInput):
+            return super().describe_data()
         train = self.text.statistics(Split.TRAIN)
         held_out = self.text.statistics(Split.HELD_OUT)
         facts = {
@@ -236,13 +246,15 @@ class LanguageModel(TextTask):
             "held-out bytes": held_out.text_bytes,
             "unigram entropy, bits per byte": train.unigram_entropy,
         }
-        if self.text.vocabulary is not None:
+        if self._vocabulary is not None:
             facts["training tokens"] = train.tokens
         return facts
 
     def data_fingerprint(self) -> dict[str, str | int]:
+        if not isinstance(self.text, TextInput):
+            return super().data_fingerprint()
         vocabulary = {}
-        if self.text.vocabulary is not None:
+        if self._vocabulary is not None:
             vocabulary["vocabulary"] = self.text.trained_vocabulary().sha256
         return {
             **vocabulary,
@@ -252,7 +264,7 @@ class LanguageModel(TextTask):
         }
 
     def trained_files(self) -> dict[str, bytes]:
-        if self.text.vocabulary is None:
+        if self._vocabulary is None:
             return {}
         return {VOCABULARY_FILE: self.text.trained_vocabulary().model}
 
@@ -262,7 +274,7 @@ class LanguageModel(TextTask):
         It is as it was if it has no vocabulary, or one of a file, and if there is no
         vocabulary in the folder. The folder may be in a bucket.
         """
-        vocabulary = self.text.vocabulary
+        vocabulary = self._vocabulary
         if vocabulary is None or vocabulary.model_file:
             return self
         file = os.path.join(os.path.expanduser(folder), VOCABULARY_FILE)
@@ -281,8 +293,7 @@ class LanguageModel(TextTask):
         wanted = trained.get("vocabulary")
         if wanted is None:
             return
-        vocabulary = self.text.vocabulary
-        if vocabulary is None or self.text.trained_vocabulary().sha256 != wanted:
+        if self._vocabulary is None or self.text.trained_vocabulary().sha256 != wanted:
             raise ValueError(
                 "the vocabulary is not the one that the weights were trained with, "
                 f"whose model has the SHA-256 {wanted}: set "
@@ -343,7 +354,8 @@ class NextTokens(Serving):
         positions = tf.range(self.task.text.sequence_length)
         rows = NestedMap(
             ids=batch.ids,
-            segment_ids=tf.cast(batch.ids != 0, tf.int32),
+            # A text of T5's tokens starts with a 0.
+            segment_ids=tf.cast((batch.ids != 0) | (positions == 0), tf.int32),
             segment_positions=tf.broadcast_to(positions, shape_of(batch.ids)),
         )
         logits = self.task.logits(ctx, theta, rows)

@@ -18,6 +18,7 @@ from absl import logging
 
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.places import on_disk
 from meshwright.tasks.input.record_files import find_records, read_record
 
 # Lines of a text or comment of a .po file; real programs have a few hundred at most.
@@ -125,7 +126,7 @@ class ParallelFiles(Checked):
         return Split.by_hash(pair.source.encode(), self.held_out_one_in)
 
     def _files(self, suffixes: Sequence[str]) -> list[pathlib.Path]:
-        root = pathlib.Path(self.root).expanduser()
+        root = on_disk(self.root, f"{type(self).__name__}.root")
         paths = sorted(
             pathlib.Path(parent, name)
             for parent, _, names in os.walk(root, onerror=_unreadable)

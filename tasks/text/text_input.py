@@ -8,7 +8,6 @@ B batch rows, S sequence, T tokens of the stream, D documents, N examples (rows 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fnmatch
 import functools
 import hashlib
@@ -16,7 +15,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import gin
 import numpy as np
@@ -24,6 +23,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input import places
 from meshwright.tasks.input.batched_input import TokenInput, read_batches
 from meshwright.tasks.input.example_order import (
     SEEDS,
@@ -32,6 +32,8 @@ from meshwright.tasks.input.example_order import (
     shuffled_examples,
 )
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Vocabulary
+
+_T = TypeVar("_T")
 
 
 class ByteTokenizer:
@@ -62,7 +64,8 @@ class TextFiles(Checked):
     """Files of a folder, each a document. Construction does not touch the file system.
 
     Args:
-      root: the folder, or None for the sources of the Python standard library.
+      root: the folder, on a disk or in a bucket, such as "gs://bucket/texts"; None: the
+        sources of the Python standard library.
       pattern: shell pattern that a file's name, without its folder, must match.
       excluded_dirs: names of folders to leave out, at any depth.
       held_out_one_in: about one file in so many is held out, chosen by a hash of its
@@ -79,10 +82,9 @@ class TextFiles(Checked):
         object.__setattr__(self, "excluded_dirs", tuple(self.excluded_dirs))
 
     @property
-    def folder(self) -> pathlib.Path:
+    def folder(self) -> str:
         """`root`, or the folder of the standard library."""
-        stdlib = sysconfig.get_path("stdlib")
-        return pathlib.Path(stdlib if self.root is None else self.root)
+        return sysconfig.get_path("stdlib") if self.root is None else self.root
 
     def paths(self) -> list[str]:
         """Sorted paths below `folder`, with forward slashes.
@@ -91,20 +93,20 @@ class TextFiles(Checked):
           FileNotFoundError: there is no folder, or no file matches.
           OSError: a folder cannot be listed.
         """
-        if not self.folder.is_dir():
+        if not _readable(places.is_folder, self.folder):
             raise FileNotFoundError(
-                f"there is no folder {str(self.folder)!r}: set TextFiles.root to a "
+                f"there is no folder {self.folder!r}: set TextFiles.root to a "
                 "folder of text files"
             )
         paths = []
-        for parent, folders, names in os.walk(self.folder, onerror=_unreadable):
-            folders[:] = [d for d in folders if d not in self.excluded_dirs]
-            below = pathlib.Path(parent).relative_to(self.folder)
+        for parent, folders, names in places.walk(self.folder, onerror=_unreadable):
+            folders[:] = [d for d in folders if d.rstrip("/") not in self.excluded_dirs]
+            below = pathlib.PurePath(parent.removeprefix(self.folder).lstrip("/"))
             matching = fnmatch.filter(names, self.pattern)
             paths += [(below / name).as_posix() for name in matching]
         if not paths:
             raise FileNotFoundError(
-                f"no text files under {str(self.folder)!r} match {self.pattern!r}: set "
+                f"no text files under {self.folder!r} match {self.pattern!r}: set "
                 "TextFiles.root to a folder that has some, or change TextFiles.pattern"
             )
         return sorted(paths)
@@ -119,13 +121,15 @@ class TextFiles(Checked):
         Raises:
           OSError: it cannot be read, or is a pipe or device, which might never end.
         """
-        file = self.folder / path
-        try:
-            if file.exists() and not file.is_file():
-                raise OSError(errno.EINVAL, "it is no regular file", str(file))
-            return file.read_bytes()
-        except OSError as error:
-            _unreadable(error)
+        return _readable(places.read, os.path.join(self.folder, path))
+
+
+def _readable(look: Callable[[str], _T], path: str) -> _T:
+    """What `look` says of `path`; its errors name the remedy."""
+    try:
+        return look(path)
+    except OSError as error:
+        _unreadable(error)
 
 
 def _unreadable(error: OSError) -> NoReturn:
@@ -145,12 +149,14 @@ class Corpus:
       bounds: int64 [D + 1], where each document starts in the stream, and T.
       text_bytes: the documents' bytes.
       first_id: the id of a 0 in the stream.
+      start_id: the id of a start token.
     """
 
     stream: np.ndarray
     bounds: np.ndarray
     text_bytes: int
     first_id: int
+    start_id: int
 
     @classmethod
     def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
@@ -161,6 +167,7 @@ class Corpus:
             bounds=_bounds(documents),
             text_bytes=sum(map(len, documents)),
             first_id=ByteTokenizer.first_byte_id,
+            start_id=ByteTokenizer.start_id,
         )
 
     @classmethod
@@ -178,6 +185,7 @@ class Corpus:
             bounds=_bounds(ids),
             text_bytes=sum(map(len, documents)),
             first_id=0,
+            start_id=vocabulary.start_id,
         )
 
     @property
@@ -248,7 +256,7 @@ def load_corpus(
     corpus = _load(files, vocabulary)[split]
     if corpus is None:
         raise ValueError(
-            f"no text in the {split.value} files under {str(files.folder)!r} that "
+            f"no text in the {split.value} files under {files.folder!r} that "
             f"match {files.pattern!r}: add files, or change "
             f"TextFiles.held_out_one_in, which holds out one in {files.held_out_one_in}"
         )
@@ -262,6 +270,7 @@ def pack_rows(
     *,
     sequence_length: int,
     first_id: int = ByteTokenizer.first_byte_id,
+    start_id: int = ByteTokenizer.start_id,
 ) -> NestedMap:
     """Examples by number: example i has the S tokens from i * S on.
 
@@ -274,6 +283,7 @@ def pack_rows(
       index: int64 [B], numbers of examples.
       sequence_length: S.
       first_id: as in `Corpus`.
+      start_id: as in `Corpus`.
 
     Returns:
       As `TextInput` describes them, each [B, S].
@@ -293,7 +303,7 @@ def pack_rows(
     def token_id(at):
         return tf.cast(tf.gather(stream, at), tf.int32) + first_id
 
-    ids = tf.where(place == start, ByteTokenizer.start_id, token_id(place))
+    ids = tf.where(place == start, start_id, token_id(place))
     return NestedMap(
         ids=masked(is_read, ids),
         labels=masked(is_byte, token_id(tf.minimum(place + 1, last))),
@@ -366,7 +376,9 @@ class TextInput(TokenInput):
     @property
     def end_id(self) -> int:
         """The id after a document's last token."""
-        return (ByteTokenizer if self.vocabulary is None else Vocabulary).end_id
+        if self.vocabulary is None:
+            return ByteTokenizer.end_id
+        return self.vocabulary.special_tokens.end_id
 
     def trained_vocabulary(self) -> Vocabulary:
         """The vocabulary of subwords; reads the files if it names no model.
@@ -457,6 +469,7 @@ class TextInput(TokenInput):
                 examples(step),
                 sequence_length=S,
                 first_id=corpus.first_id,
+                start_id=corpus.start_id,
             )
 
         return read_batches(steps, batch)

@@ -26,7 +26,6 @@ from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenMo
 from meshwright.tasks.text.text_task import TextTask
 from meshwright.tasks.text.translation_input import TranslationInput
 from meshwright.tasks.text.translation_scores import Translated, samples, scores
-from meshwright.tasks.text.vocabulary import Vocabulary
 
 
 @gin.register
@@ -152,13 +151,14 @@ class Translation(TextTask):
                 c = dataclasses.replace(
                     c, key=random.fold_in(c.key, tf.reduce_max(batch.pair))
                 )
+            special = self.text.vocabulary.special_tokens
             model = TokenModel(
                 step=step,
                 cache=cache,
                 batch=batch_size,
                 length=length,
-                start_id=Vocabulary.start_id,
-                end_id=Vocabulary.end_id,
+                start_id=special.start_id,
+                end_id=special.end_id,
                 reordered=hypotheses.reordered,
             )
             return self.search.decode(c, model)

@@ -258,7 +258,7 @@ def _packed(
     return PackedPairs(
         directions=tuple(directions),
         bounds=np.array(bounds, np.int64),
-        columns=_columns(rows, source_length, target_length),
+        columns=_columns(rows, source_length, target_length, vocabulary.start_id),
         pairs=pairs,
         too_long=too_long,
     )
@@ -304,10 +304,9 @@ def _fill(pairs: Sequence[_Encoded], S: int, T: int) -> list[list[_Encoded]]:
     return [*full, *(row[2] for row in open_rows)]
 
 
-def _columns(rows: Sequence[Sequence[_Encoded]], S: int, T: int) -> dict:
+def _columns(rows: Sequence[Sequence[_Encoded]], S: int, T: int, start: int) -> dict:
     """The tensors of a batch that would hold all rows."""
     labels = [[pair.target for pair in row] for row in rows]
-    start = Vocabulary.start_id
     return {
         **_side("source", [[pair.source for pair in row] for row in rows], S),
         **_side("target", [[[start, *text[:-1]] for text in row] for row in labels], T),

@@ -25,6 +25,33 @@ class Subwords(enum.Enum):
     BPE = "bpe"
 
 
+@gin.constants_from_enum
+class SpecialTokens(enum.Enum):
+    """The ids of tokens that are no text.
+
+    WITH_START: padding is 0, the start of a text 1, its end 2. T5: as in models of T5
+    and mT5, padding is 0, which starts texts too, and their end 1.
+    """
+
+    WITH_START = "with_start"
+    T5 = "t5"
+
+    @property
+    def start_id(self) -> int:
+        """The id before a text's first token."""
+        return 1 if self is SpecialTokens.WITH_START else 0
+
+    @property
+    def end_id(self) -> int:
+        """The id after a text's last token."""
+        return 2 if self is SpecialTokens.WITH_START else 1
+
+    @property
+    def in_model(self) -> tuple[int, int, int]:
+        """The ids of padding, start and end in a model; -1 for what it lacks."""
+        return (0, 1, 2) if self is SpecialTokens.WITH_START else (0, -1, 1)
+
+
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentencePieceVocabulary:
@@ -42,6 +69,8 @@ class SentencePieceVocabulary:
       max_texts: the most texts to train on; a larger corpus is sampled evenly.
       model_file: a trained model to read instead of training, on a disk or in a
         bucket.
+      special_tokens: the ids of padding, start and end; `SpecialTokens.T5` for a
+        `model_file` of T5.
 
     Raises:
       ValueError: the size is too small for bytes and control symbols.
@@ -52,6 +81,7 @@ class SentencePieceVocabulary:
     character_coverage: float = 0.9995
     max_texts: int = 1_000_000
     model_file: str | None = None
+    special_tokens: SpecialTokens = SpecialTokens.WITH_START
 
     def __post_init__(self):
         least = 256 + 8
@@ -84,13 +114,15 @@ class SentencePieceVocabulary:
         if self.model_file is None:
             _check_texts(texts)
             step = -(-len(texts) // self.max_texts)
-            return Vocabulary(self._train(texts[::step], tags, verbatim=verbatim))
+            model = self._train(texts[::step], tags, verbatim=verbatim)
+            return Vocabulary(model, self.special_tokens)
         return self._read(tags)
 
     def _train(
         self, texts: Sequence[str], tags: tuple[str, ...], *, verbatim: bool
     ) -> bytes:
         model = io.BytesIO()
+        padding, start, end = self.special_tokens.in_model
         try:
             _sentencepiece().SentencePieceTrainer.train(
                 sentence_iterator=iter(texts),
@@ -103,10 +135,10 @@ class SentencePieceVocabulary:
                 normalization_rule_name="identity" if verbatim else "nfkc",
                 remove_extra_whitespaces=not verbatim,
                 add_dummy_prefix=not verbatim,
-                pad_id=Vocabulary.padding_id,
-                bos_id=Vocabulary.start_id,
-                eos_id=Vocabulary.end_id,
-                unk_id=3,
+                pad_id=padding,
+                bos_id=start,
+                eos_id=end,
+                unk_id=end + 1,
                 num_threads=1,  # The number is written into the model.
                 minloglevel=2,
             )
@@ -129,17 +161,15 @@ class SentencePieceVocabulary:
                 f"({e.message})"
             ) from e
         try:
-            vocabulary = Vocabulary(model)
+            vocabulary = Vocabulary(model, self.special_tokens)
             size = vocabulary.size
             vocabulary.check_text()
         except (RuntimeError, UnicodeDecodeError) as e:
             raise ValueError(f"{path} is no SentencePiece model: {e}") from e
-        expected = (Vocabulary.padding_id, Vocabulary.start_id, Vocabulary.end_id)
-        if vocabulary.control_ids != expected:
+        if vocabulary.control_ids != self.special_tokens.in_model:
             raise ValueError(
-                f"{path} has padding, start and end at {vocabulary.control_ids}: train "
-                f"a model with them at {expected}, by --pad_id, --bos_id and --eos_id"
-                + _of_t5(vocabulary.control_ids)
+                f"{path} has padding, start and end at {vocabulary.control_ids}: "
+                + self._remedy(vocabulary.control_ids)
             )
         missing = [tag for tag in tags if not vocabulary.has(tag)]
         if size != self.vocab_size:
@@ -154,14 +184,16 @@ class SentencePieceVocabulary:
             )
         return vocabulary
 
-
-def _of_t5(control_ids: tuple[int, int, int]) -> str:
-    if control_ids != (0, -1, 1):
-        return ""
-    return (
-        ". T5's models are refused: their rows start with the padding, which is no "
-        "token here"
-    )
+    def _remedy(self, ids: tuple[int, int, int]) -> str:
+        """What to do about a model with padding, start and end at other `ids`."""
+        for other in SpecialTokens:
+            if ids == other.in_model:
+                field = "SentencePieceVocabulary.special_tokens"
+                return f"set {field} to %SpecialTokens.{other.name}"
+        return (
+            f"train a model with them at {self.special_tokens.in_model}, by --pad_id, "
+            "--bos_id and --eos_id"
+        )
 
 
 def _check_texts(texts: Sequence[str]) -> None:
@@ -190,13 +222,21 @@ class Vocabulary:
 
     Args:
       model: SentencePiece's serialized model.
+      special_tokens: the ids of padding, start and end.
     """
 
     model: bytes
+    special_tokens: SpecialTokens = SpecialTokens.WITH_START
 
-    padding_id = 0
-    start_id = 1
-    end_id = 2
+    @property
+    def start_id(self) -> int:
+        """The id before a text's first token."""
+        return self.special_tokens.start_id
+
+    @property
+    def end_id(self) -> int:
+        """The id after a text's last token."""
+        return self.special_tokens.end_id
 
     @property
     def size(self) -> int:

@@ -28,6 +28,7 @@ from meshwright.trainers.experiment.bindings.gin_messages import (
     short_name,
     split_scope,
 )
+from meshwright.trainers.experiment.bindings.of_t5x import of_macro
 from meshwright.trainers.experiment.bindings.outside_names import (
     KERAS,
     register_keras,
@@ -278,7 +279,10 @@ def _why_inoperative(binding: Binding) -> str | None:
         }
         if macro == _PLANS_MACRO and not bound_parameters("ShardingPlan"):
             return _no_plan()
-        hint = nearest(macro, referred, prefix="%")
+        if hint := of_macro(macro):
+            hint = f"\n  {hint}"
+        else:
+            hint = nearest(macro, referred, prefix="%")
         return f"nothing in use refers to %{macro}: remove it{hint}"
     if not calls:
         return f"gin built no {name}: refer to it as @{name}(), or remove the binding"

@@ -18,6 +18,7 @@ from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _LARGEST = 3
+_SMALL = 2**20  # Bytes of a tensor that needs no line of its own in the report.
 _WIDTH = 80
 
 
@@ -107,7 +108,10 @@ def replicated_activations(explanation: Explanation) -> list[ReplicatedTensor]:
 def report_lines(
     programs: StepPrograms, tensors: Sequence[ReplicatedTensor]
 ) -> list[str]:
-    """A few lines on what of state and batch is left replicated."""
+    """A few lines on what of state and batch is left replicated.
+
+    The tensors' own lines are of large ones only: those of norms are in every model.
+    """
     mesh = programs.experiment.plan.mesh
     if mesh.size == 1:
         return ["replicated: nothing, the mesh has one device"]
@@ -116,8 +120,11 @@ def report_lines(
         f"replicated on each of {mesh.size} devices: {len(tensors)} tensors of state "
         f"and batch, {total}"
     )
-    lines = "\n".join(map(str, tensors[:_LARGEST])).splitlines()
-    if (more := len(tensors) - _LARGEST) > 0:
+    large = [tensor for tensor in tensors if tensor.bytes >= _SMALL]
+    if not large:
+        return [f"{first}; each is below {bytes_text(_SMALL)}" if tensors else first]
+    lines = "\n".join(map(str, large[:_LARGEST])).splitlines()
+    if (more := len(tensors) - len(large[:_LARGEST])) > 0:
         lines.append(f"  {more} more")
     return [first, *lines]
 

@@ -9,6 +9,11 @@ from typing import Any
 import tqdm
 
 _MOST_CHARACTERS = 5000
+_LIVE = (
+    "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+    "[{elapsed}<{remaining}{postfix}]"
+)
+_LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go{postfix}"
 _LOG = logging.getLogger("absl")
 
 
@@ -16,6 +21,39 @@ def log_line(text: str, *args: Any) -> None:
     """Logs a line above the progress bar, if there is one."""
     with tqdm.tqdm.external_write_mode(file=sys.stderr):
         _LOG.info(text, *args)
+
+
+class _LogLines:
+    """A file for tqdm that logs each state of a bar as a line."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip():
+            _LOG.info("%s", text)
+
+    def flush(self) -> None:
+        pass
+
+
+def is_live() -> bool:
+    """Whether somebody watches: bars are redrawn on a terminal only."""
+    return sys.stderr.isatty()
+
+
+def progress_bar(total: int, what: str, **settings: Any) -> tqdm.tqdm:
+    """A live bar on a terminal; elsewhere, as in a log file, a line now and then.
+
+    Args:
+      total: how many there are to do.
+      what: is being done.
+      **settings: more of tqdm's.
+    """
+    if is_live():
+        how = {"mininterval": 0.5, "dynamic_ncols": True, "bar_format": _LIVE}
+    else:
+        # The delay leaves out the line before anything is done.
+        how = {"mininterval": 15.0, "delay": 1e-9, "bar_format": _LINE}
+        how["file"] = _LogLines()
+    return tqdm.tqdm(total=total, desc=what, miniters=0, **how, **settings)
 
 
 def printable(text: str) -> str:

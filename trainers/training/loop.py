@@ -238,7 +238,9 @@ class _Loop:
             log_line("%s", updates.summary())
             self.summaries.text(step, "weight-update sharding", updates.text())
         elif self.experiment.weight_update_sharding is WeightUpdateSharding.ALL:
-            log_line("weight updates (all): none, as no mesh axis splits the batch")
+            log_line(
+                "weight-update sharding (all): none, as no mesh axis splits the batch"
+            )
 
     def _train(self, state: TrainState, step: int) -> int:
         """Trains from `step` on and saves; returns the last step."""

@@ -6,12 +6,9 @@ import collections
 import contextlib
 import dataclasses
 import logging
-import sys
 import time
 
-import jax
 import numpy as np
-import tqdm
 
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.devices.hardware import peak_flops
@@ -20,6 +17,7 @@ from meshwright.framework.sizes import number_text
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.planning.tensorboard.summaries import Summaries, metric_tags
+from meshwright.trainers.startup.messages import is_live, progress_bar
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.watchdog import Watchdog
 
@@ -64,17 +62,11 @@ class Progress(contextlib.AbstractContextManager):
         self._skipped_in_a_row = 0
         self._in_flight: collections.deque[_Call] = collections.deque()
         self._peak_flops = peak_flops(experiment.plan.mesh.size)
-        # A log file gets a line now and then; a terminal gets a live bar.
-        self._live = sys.stderr.isatty()
-        self._bar = tqdm.tqdm(
+        self._bar = progress_bar(
+            experiment.num_steps,
+            "training",
             initial=start,
-            total=experiment.num_steps,
-            desc="training",
-            mininterval=0.5 if self._live else 15.0,
-            dynamic_ncols=True,
             disable=not is_first_process(),
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
-            "[{elapsed}<{remaining}{postfix}]",
         )
         self._start_window()
 
@@ -97,10 +89,10 @@ class Progress(contextlib.AbstractContextManager):
     @contextlib.contextmanager
     def pause(self, doing: str):
         """A context for doing something else, when no call is in flight."""
-        self._bar.set_description_str(doing, refresh=self._live)
+        self._bar.set_description_str(doing, refresh=is_live())
         self._watchdog.rest()
         yield
-        self._bar.set_description_str("training", refresh=self._live)
+        self._bar.set_description_str("training", refresh=is_live())
         self._clock = time.perf_counter()
         self._watchdog.resume()
 
@@ -160,9 +152,6 @@ class Progress(contextlib.AbstractContextManager):
         scalars["speed/tokens_per_s"] = task.tokens(batch) / seconds
         if self._peak_flops and task.train_flops(batch):
             rate = task.train_flops(batch) / seconds
-            if jax.default_backend() == "cpu":
-                # It was measured once, maybe while other work slowed it.
-                self._peak_flops = max(self._peak_flops, rate)
             scalars["speed/model_flops_utilization"] = rate / self._peak_flops
         self._summaries.scalars(step, scalars)
         self._summaries.heat_maps(step, task.heat_maps(sums))

@@ -150,7 +150,7 @@ def _gainful(
     best = _best(cluster, kept or options)
     if best.layout is None or (kept and best.gain > 0):
         return best
-    why = f"it would cost {-best.gain * 1e6:.1f} us a step"
+    why = f"a step would take {-best.gain * 1e6:.1f} us longer, by estimate"
     if not kept:
         why = "the few updates that gain by it gain less than a gather waits"
     return dataclasses.replace(best, layout=None, why=why, state_saved_bytes=0)

@@ -83,20 +83,20 @@ class UpdateReport:
         """The report in one line."""
         axes = ", ".join(self.data_axes)
         kept = bytes_text(sum(line.state_saved_bytes for line in self.sharded))
-        what = f"weight updates ({self.mode}):"
+        what = f"weight-update sharding ({self.mode}):"
         if self.failed:
-            return f"{what} none is sharded, as that failed: {self.failed}"
+            return f"{what} none, as that failed: {self.failed}"
         if not self.lines:
-            return f"{what} none is repeated along {axes}"
+            return f"{what} no update is repeated along {axes}"
+        repeated = f"of {len(self.lines)} updates repeated along {axes}"
         if not self.sharded:
             largest = max(self.lines, key=lambda line: math.prod(line.shape))
             return (
-                f"{what} none of {len(self.lines)} sharded over {axes}; of the "
-                f"largest, {largest.names[0]}: {largest.why}"
+                f"{what} none {repeated}; why not the largest, that of "
+                f"{largest.names[0]}: {largest.why}"
             )
         return (
-            f"{what} {len(self.sharded)} of {len(self.lines)} sharded over {axes}, "
-            f"{kept} less state on each device"
+            f"{what} {len(self.sharded)} {repeated}, {kept} less state on each device"
         )
 
     def text(self) -> str:

@@ -128,7 +128,7 @@ def made_up(step_s, peak_gb, optimizer_s, collective_s):
     }
 
 
-DECIDED = "weight updates (auto): 61 of 90 sharded over rows, columns, 1.57 GiB less"
+DECIDED = "weight-update sharding (auto): 61 of 90 updates, 1.57 GiB less"
 OFF = made_up(0.05, 4.0, 0.02, 0.0084)
 ON = made_up(0.025, 3.0, 0.00999, 0.0104) | {"updates": DECIDED}
 REFUSED = {"fits": False, "peak_gb": 18.04, "limit_gb": 15.48, "updates": ""}
@@ -164,8 +164,8 @@ def test_what_is_told_below_weight_updates():
     ]
     assert paper_updates.summary(rows) == [
         "transformer_2048: 46.5 ms off and 25.6 ms on in the paper",
-        "transformer_2048: weight updates (auto): 61 of 90 sharded over rows,",
-        "  columns, 1.57 GiB less",
+        "transformer_2048: weight-update sharding (auto): 61 of 90 updates,",
+        "  1.57 GiB less",
         "ncf_32, on: does not fit: 18.0 GB of 15.5",
         "ncf_32: nothing was decided",
     ]

@@ -1,6 +1,7 @@
 """The text input: a pure function of the step that loses and repeats no byte."""
 
 import dataclasses
+import io
 import math
 import os
 import random
@@ -21,7 +22,11 @@ from meshwright.tasks.text.text_input import (
     load_corpus,
     pack_rows,
 )
-from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Subwords
+from meshwright.tasks.text.vocabulary import (
+    SentencePieceVocabulary,
+    SpecialTokens,
+    Subwords,
+)
 
 TOKENIZER = ByteTokenizer()
 S = 16
@@ -317,8 +322,8 @@ LINES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def subwords(tmp_path_factory):
+@pytest.fixture(scope="module", params=SpecialTokens)
+def subwords(request, tmp_path_factory):
     """An input of subwords of forty small files of text."""
     pytest.importorskip("sentencepiece")
     root = tmp_path_factory.mktemp("subwords")
@@ -327,7 +332,9 @@ def subwords(tmp_path_factory):
         (root / f"{number}.txt").write_bytes(text.encode())
     return TextInput(
         files=TextFiles(root=str(root), pattern="*.txt", held_out_one_in=4),
-        vocabulary=SentencePieceVocabulary(vocab_size=360, subwords=Subwords.BPE),
+        vocabulary=SentencePieceVocabulary(
+            vocab_size=360, subwords=Subwords.BPE, special_tokens=request.param
+        ),
         sequence_length=S,
     )
 
@@ -335,7 +342,12 @@ def subwords(tmp_path_factory):
 @pytest.mark.parametrize("text", [*LINES, "", " ", "\n", "unseen: ☃"])
 def test_subwords_keep_text_as_it_is(subwords, text):
     start, *ids = subwords.encode(text)
-    assert start == 1 and all(2 < i < 360 for i in ids)
+    start_id, end_id = {
+        SpecialTokens.WITH_START: (1, 2),
+        SpecialTokens.T5: (0, 1),
+    }[subwords.vocabulary.special_tokens]
+    assert (start, subwords.end_id) == (start_id, end_id)
+    assert all(end_id < i < 360 for i in ids)
     assert subwords.decode([start, *ids, subwords.end_id, 50]) == text
     assert subwords.decode([*ids, 10_000]) == text  # An id of a larger table.
 
@@ -378,7 +390,59 @@ def test_a_vocabulary_is_that_of_its_file_and_of_the_training_files(subwords, tm
     other = dataclasses.replace(subwords, vocabulary=read)
     assert other.trained_vocabulary().sha256 == trained.sha256
     assert other.statistics().sha256 == subwords.statistics().sha256
-    assert other.vocab_size == 360 and other.end_id == 2 == trained.end_id
+    assert other.vocab_size == 360 and other.end_id == trained.end_id
+    (wrong,) = set(SpecialTokens) - {read.special_tokens}
+    wrong = dataclasses.replace(read, special_tokens=wrong)
+    message = f"start and end at .*set .*special_tokens to %{read.special_tokens}"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(subwords, vocabulary=wrong).trained_vocabulary()
+
+
+def test_rows_of_a_model_of_t5_begin_with_its_padding(tmp_path):
+    """Its ids are padding 0, end 1, unknown 2, and it has no start, nor bytes."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    rng, model = random.Random(0), io.BytesIO()
+    words = ["".join(rng.choices("abcdefghijklmnop", k=5)) for _ in range(400)]
+    texts = [" ".join(rng.choices(words, k=8)) for _ in range(300)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=300,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    (tmp_path / "t5.model").write_bytes(model.getvalue())
+    for number, content in enumerate(texts[:8]):
+        (tmp_path / f"{number}.py").write_text(content)
+    text = TextInput(
+        files=TextFiles(root=str(tmp_path), held_out_one_in=4),
+        vocabulary=SentencePieceVocabulary(
+            vocab_size=300,
+            model_file=str(tmp_path / "t5.model"),
+            special_tokens=SpecialTokens.T5,
+        ),
+        sequence_length=64,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    files = [p for p in text.files.paths() if text.files.split_of(p) is Split.TRAIN]
+    wanted = [
+        [0, *processor.encode(text.files.read(path).decode()), 1] for path in files
+    ]
+    flat = [token for ids in wanted for token in ids]
+    rows = -(-(len(flat) - 1) // 64)
+    batches = text.train_batches(0, global_batch=rows, rows=range(rows)).take(1)
+    (batch,) = batches.as_numpy_iterator()
+    at = batch["weights"] > 0
+    got = zip(batch["ids"][at], batch["labels"][at], strict=True)
+    pairs = [pair for ids in wanted for pair in zip(ids, ids[1:], strict=False)]
+    assert sorted(got) == sorted(pairs)
+    # Padding is told from starts by its segment.
+    starts = (batch["ids"] == 0) & (batch["segment_ids"] > 0)
+    assert starts.sum() == len(files)
+    assert text.decode([*text.encode(texts[0]), 1, 5]) == texts[0]
 
 
 def test_files_without_enough_text_for_a_vocabulary_are_refused(subwords):

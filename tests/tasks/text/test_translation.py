@@ -16,6 +16,7 @@ from meshwright.layers.attention.positions import InputPositions
 from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
+from meshwright.tasks.text.vocabulary import SpecialTokens
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
@@ -114,19 +115,31 @@ def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
     return programs.decode(initial_theta(root, plan), sources(job)).map(np.asarray)
 
 
-@pytest.mark.parametrize("positions", InputPositions)
-def test_step_by_step_is_the_whole_at_once(root, positions):
+@pytest.mark.parametrize(
+    ("positions", "special", "start_id", "end_id"),
+    [
+        *((positions, SpecialTokens.WITH_START, 1, 2) for positions in InputPositions),
+        (InputPositions.NONE, SpecialTokens.T5, 0, 1),
+    ],
+)
+def test_step_by_step_is_the_whole_at_once(root, positions, special, start_id, end_id):
     """What greedy search says is the likeliest by the logits of a full forward pass."""
 
     def change(job):
-        task = dataclasses.replace(job.task, input_positions=positions)
+        text = job.task.text
+        vocabulary = dataclasses.replace(text.vocabulary, special_tokens=special)
+        task = dataclasses.replace(
+            job.task,
+            input_positions=positions,
+            text=dataclasses.replace(text, vocabulary=vocabulary),
+        )
         return on_one_device(dataclasses.replace(job, task=task))
 
     job = change(experiment(root, "sparse"))
     result = decoded(root, "sparse", Sampling(temperature=0), change)
     ids, batch = result.ids[:, 0], sources(job)
-    start = np.ones_like(ids[:, :1])
-    length = np.cumsum(np.cumsum(ids == 2, axis=1) > 0, axis=1) <= 1
+    start = np.full_like(ids[:, :1], start_id)
+    length = np.cumsum(np.cumsum(ids == end_id, axis=1) > 0, axis=1) <= 1
     given = NestedMap(
         batch,
         target_ids=np.concatenate([start, ids[:, :-1]], axis=1),

@@ -12,7 +12,11 @@ import tensorflow as tf
 from meshwright.tasks.input.example_order import Split, shuffled_examples
 from meshwright.tasks.text.parallel_text import GettextCatalogues
 from meshwright.tasks.text.translation_input import SampledOrder, TranslationInput
-from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Subwords
+from meshwright.tasks.text.vocabulary import (
+    SentencePieceVocabulary,
+    SpecialTokens,
+    Subwords,
+)
 from tests.tasks.text.parallel_files import install, install_all, sentences
 
 COUNTS = {"de": 300, "fr": 150, "sv": 30}
@@ -25,9 +29,9 @@ def files(tmp_path_factory):
     return GettextCatalogues(root=str(root), held_out_one_in=10)
 
 
-def text_input(files, **kwargs):
+def text_input(files, special=SpecialTokens.WITH_START, **kwargs):
     sizes = {"source_length": 40, "target_length": 48, **kwargs}
-    vocabulary = SentencePieceVocabulary(vocab_size=330)
+    vocabulary = SentencePieceVocabulary(vocab_size=330, special_tokens=special)
     return TranslationInput(files=files, vocabulary=vocabulary, **sizes)
 
 
@@ -53,8 +57,9 @@ def pairs_of(batch, vocabulary, tags):
     return pairs
 
 
-def test_every_pair_is_in_the_rows_once(files):
-    given = text_input(files)
+@pytest.mark.parametrize("special", SpecialTokens)
+def test_every_pair_is_in_the_rows_once(files, special):
+    given = text_input(files, special)
     vocabulary = given.trained_vocabulary()
     tags = {vocabulary.tag_id(language): language for language in COUNTS}
     held_out = given.held_out_batches(global_batch=3, rows=range(3))
@@ -227,14 +232,9 @@ def test_a_model_that_counts_otherwise_is_refused(tmp_path):
         model_writer=(model := io.BytesIO()),
         vocab_size=300,
         byte_fallback=True,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
         minloglevel=2,
     )
     path.write_bytes(model.getvalue())
-    with pytest.raises(
-        ValueError, match=r"at \(0, -1, 1\): train a model .*\(0, 1, 2\).*T5's"
-    ):
+    message = r"at \(-1, 1, 2\): train a model with them at \(0, 1, 2\), by --pad_id"
+    with pytest.raises(ValueError, match=message):
         spec.trained([], ["de"])

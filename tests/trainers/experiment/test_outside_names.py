@@ -188,23 +188,29 @@ def test_a_module_that_is_not_there_is_told(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.fixture(params=["disk", "bucket"])
+def root(request, tmp_path):
+    """A folder."""
+    return {"disk": str(tmp_path), "bucket": f"ram://{tmp_path.name}"}[request.param]
+
+
 @pytest.fixture
-def records(monkeypatch, tmp_path):
+def records(monkeypatch, root):
     """The input of the example that reads a language model's text from TFRecords."""
     monkeypatch.syspath_prepend(EXAMPLES)
     import_modules(["my_records"])
-    params = [f"TextRecords.root = '{tmp_path}'", "SEQUENCE_LENGTH = 8"]
+    params = [f"TextRecords.root = '{root}'", "SEQUENCE_LENGTH = 8"]
     files = [str(EXAMPLES / "my_records.gin")]
     return config.load_and_build(Experiment, files, params)[0].task.text
 
 
-def test_texts_of_records_are_documents(records, tmp_path):
+def test_texts_of_records_are_documents(records, root):
     for name, texts in {
         "train-0": [b"one", b"two words"],
         "train-1": [b"three"],
         "validation-0": [b"held out"],
     }.items():
-        with tf.io.TFRecordWriter(str(tmp_path / f"{name}.tfrecord")) as writer:
+        with tf.io.TFRecordWriter(f"{root}/{name}.tfrecord") as writer:
             for each in texts:
                 value = tf.train.Feature(bytes_list=tf.train.BytesList(value=[each]))
                 feature = tf.train.Features(feature={"text": value})
@@ -214,6 +220,39 @@ def test_texts_of_records_are_documents(records, tmp_path):
     assert records.statistics(Split.HELD_OUT).text_bytes == len(b"held out")
 
 
-def test_a_folder_without_records_is_named(records, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"TextRecords.root: .* in {tmp_path}"):
+def test_a_folder_without_records_is_named(records, root):
+    with pytest.raises(FileNotFoundError, match=f"TextRecords.root: .* in {root}"):
         records.statistics(Split.TRAIN)
+
+
+def tokens(monkeypatch, *params):
+    """The task of the example on packed tokens."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import_modules(["my_tokens"])
+    files = [str(EXAMPLES / "my_tokens.gin")]
+    return config.load_and_build(Experiment, files, list(params))[0].task
+
+
+def test_packed_tokens_of_the_users_are_rows_of_a_language_model(monkeypatch):
+    task = tokens(monkeypatch)
+    for batches in (
+        task.train_batches(0, global_batch=4, rows=range(4)),
+        task.eval_batches(global_batch=4, rows=range(4)),
+    ):
+        batch = next(iter(batches)).map(lambda t: t.numpy())
+        starts = batch.segment_positions == 0
+        assert (batch.ids[starts] == 0).all() and starts.sum(1).tolist() == [2] * 4
+        follows = ~np.roll(starts, -1, 1)
+        np.testing.assert_array_equal(
+            np.roll(batch.ids, -1, 1)[follows], batch.labels[follows]
+        )
+
+
+def test_another_input_of_a_language_model_is_refused_with_those_that_fit(monkeypatch):
+    message = "text is DatasetInput.*of class TextInput, .* or of class TokenDataset"
+    with pytest.raises(config.ConfigError, match=message):
+        tokens(
+            monkeypatch,
+            "LanguageModel.text = @DatasetInput()",
+            "DatasetInput.train = @my_tokens.train",
+        )

@@ -61,20 +61,38 @@ def test_on_one_device_there_is_nothing_to_report():
     assert lines == ["replicated: nothing, the mesh has one device"]
 
 
-def test_report_lines_are_few():
+def test_small_tensors_share_a_line():
     programs = small_programs()
     tensors = replication.replicated_state(programs)
-    first, *rest = replication.report_lines(programs, tensors)
     total = sum(tensor.bytes for tensor in tensors)
-    assert first == (
+    assert replication.report_lines(programs, tensors) == [
         f"replicated on each of 8 devices: {len(tensors)} tensors of state and batch, "
-        f"{total} B"
-    )
-    assert sum(line.startswith("  64 B float32[") for line in rest) == 3
-    assert 3 < len(rest) <= 7 and max(map(len, rest)) <= 80
-    assert rest[-1] == f"  {len(tensors) - 3} more"
-    assert len(replication.report_lines(programs, tensors[:3])) == len(rest)
-    assert "names no axis" in " ".join(rest[:2])
+        f"{total} B; each is below 1.00 MiB"
+    ]
+
+
+def test_large_tensors_have_a_few_lines():
+    tensors = [
+        replication.ReplicatedTensor(
+            name=f"theta.w_{i}",
+            shape=(2**i,),
+            dtype="float32",
+            bytes=4 * 2**i,
+            why="so",
+        )
+        for i in range(21, 15, -1)
+    ]
+    lines = replication.report_lines(small_programs(), tensors)
+    assert lines[1:] == [
+        "  8.00 MiB float32[2097152] theta.w_21: so",
+        "  4.00 MiB float32[1048576] theta.w_20: so",
+        "  2.00 MiB float32[524288] theta.w_19: so",
+        "  3 more",
+    ]
+    assert replication.report_lines(small_programs(), tensors[3:])[1:] == [
+        "  1.00 MiB float32[262144] theta.w_18: so",
+        "  2 more",
+    ]
 
 
 def test_budget():

@@ -1,10 +1,11 @@
-"""What the binaries print of errors cannot write to a terminal, nor fill it."""
+"""What the binaries print: errors cannot write to a terminal, nor fill it; progress."""
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import cli
+from meshwright.trainers.startup import messages
 from meshwright.trainers.startup.messages import printable
 
 
@@ -26,3 +27,31 @@ def test_an_error_is_told_so():
     with flagsaver.flagsaver(**given), pytest.raises(SystemExit) as stopped:
         cli.call("meshwright", ["meshwright"], lambda: cli.Command(run=lambda *_: None))
     assert "    \\x1b[2J = 1\n" in stopped.value.code
+
+
+def test_progress_in_a_log_file_is_a_line_now_and_then(monkeypatch, caplog, capfd):
+    monkeypatch.setattr(messages, "is_live", lambda: False)
+    caplog.set_level("INFO", logger="absl")
+    now = [0.0]
+    monkeypatch.setattr(messages.tqdm.tqdm, "monitor_interval", 0)
+    with messages.progress_bar(100, "training") as bar:
+        bar._time = lambda: now[0]
+        bar.start_t = bar.last_print_t = 0.0
+        for step in range(1, 101):
+            now[0] = float(step)
+            bar.set_postfix_str(f"loss={step}", refresh=False)
+            bar.update()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "training: 15 of 100, 00:15 so far, 01:25 to go, loss=15"
+    assert lines[-1] == "training: 100 of 100, 01:40 so far, 00:00 to go, loss=100"
+    assert len(lines) == 7
+    assert capfd.readouterr().out == ""
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch, caplog, capfd):
+    monkeypatch.setattr(messages, "is_live", lambda: True)
+    caplog.set_level("INFO", logger="absl")
+    with messages.progress_bar(100, "training") as bar:
+        bar.update(100)
+    assert "training 100%|" in capfd.readouterr().err
+    assert not caplog.records

@@ -76,6 +76,31 @@ def test_help_needs_no_tensorflow(name):
     ("name", "arguments", "message"),
     [
         ("train", ["--modle_dir=x"], "Unknown .* 'modle_dir'. Did you mean: model_dir"),
+        (
+            "train",
+            ["--gin.TRAIN_STEPS=1000"],
+            "'gin.TRAIN_STEPS'\n  Bindings are given as "
+            "--gin_param='Experiment.num_steps = 1000'\n",
+        ),
+        (
+            "train",
+            ["--gin.ROOT='gs://a/b'"],
+            "--gin_param=\"ROOT = 'gs://a/b'\"\n",
+        ),
+        ("plan", ["--gin.ROOT", "3"], "--gin_param='ROOT = VALUE'\n"),
+        ("train", ["--gin.MODEL_DIR='/a b'"], "Here it is --model_dir='/a b'\n"),
+        (
+            "train",
+            ["--gin.MIXTURE_OR_TASK_NAME='c4'"],
+            "'gin.MIXTURE_OR_TASK_NAME'\n  T5X's MIXTURE_OR_TASK_NAME is of seqio",
+        ),
+        ("train", ["--gin_bindings=A=1"], "Here it is --gin_param\n"),
+        ("train", ["--logdir=/x"], "Here it is --model_dir\n"),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=TRAIN_STEPS = 1000"],
+            "remove it\n  T5X's TRAIN_STEPS is Experiment.num_steps here\n",
+        ),
         ("train", [], "--gin_file is required, such as --gin_file=lm/stdlib_tiny.gin"),
         ("train", ["--gin_file=", "--model_dir=x"], "--gin_file is required, such as"),
         ("train", [TINY], "--model_dir is required, such as --model_dir=logs/stdlib_t"),

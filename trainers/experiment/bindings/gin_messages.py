@@ -14,6 +14,7 @@ from typing import Any
 
 import gin
 
+from meshwright.trainers.experiment.bindings import of_t5x
 from meshwright.trainers.experiment.bindings.field_types import (
     Misfit,
     misfits_of,
@@ -28,11 +29,6 @@ _RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
 _MOST_LISTED = 20
 OF_YOURS = "is a class of yours"
 """What the message on a name that is like no other has."""
-_OF_T5X = {
-    "Adafactor.decay_rate": "decay_exponent",
-    "Adafactor.step_offset": "decay_offset",
-}
-"""The names here of parameters that have others in T5X."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +81,9 @@ def message(text: str) -> str:
         configurable = gin.config._REGISTRY.get_match(match[1])
         if new := _RENAMED.get(f"{short_name(configurable.selector)}.{match[2]}"):
             return f"{text}\n  It is called {new!r} now."
-        if here := _OF_T5X.get(f"{short_name(configurable.selector)}.{match[2]}"):
+        if here := of_t5x.PARAMETERS.get(
+            f"{short_name(configurable.selector)}.{match[2]}"
+        ):
             return f"{text}\n  T5X's {match[2]} is {here!r} here."
         parameters = inspect.signature(configurable.wrapped).parameters
         return text + did_you_mean(match[2], parameters)

@@ -23,8 +23,6 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 
-import tqdm
-
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings.outside_names import imported
@@ -40,6 +38,7 @@ from meshwright.trainers.planning.search.search_screen import (
     screen,
 )
 from meshwright.trainers.planning.search.search_space import Candidate, built
+from meshwright.trainers.startup.messages import progress_bar
 
 _LOG = "log.txt"
 
@@ -154,7 +153,9 @@ def _compiled(
     waiting, running = list(promising), collections.deque()
     refused_bound, best, started = float("inf"), float("inf"), 0
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(_bar(min(budget, len(waiting))))
+        bar = stack.enter_context(
+            progress_bar(min(budget, len(waiting)), "compiling", smoothing=0)
+        )
         stack.callback(lambda: [compile_.stop() for _, compile_ in running])
         while waiting or running:
             while waiting and started < budget and len(running) < jobs:
@@ -185,20 +186,6 @@ def _compiled(
                 bar.set_postfix_str(f"best {1e3 * best:.4g} ms/example", refresh=False)
             bar.update()
             yield row
-
-
-def _bar(total: int) -> tqdm.tqdm:
-    """A live bar on a terminal, a line now and then in a log file."""
-    return tqdm.tqdm(
-        total=total,
-        desc="compiling",
-        dynamic_ncols=True,
-        mininterval=0.5 if sys.stderr.isatty() else 15.0,
-        miniters=0,
-        smoothing=0,
-        bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
-        "[{elapsed}<{remaining}{postfix}]",
-    )
 
 
 class Compile:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-import tqdm
-
 from meshwright.framework.devices.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.experiment.experiment import Experiment
@@ -24,6 +22,7 @@ from meshwright.trainers.planning.search.search_space import (
     misfit,
     policies,
 )
+from meshwright.trainers.startup.messages import progress_bar
 
 SAME = "the same program as with another plan"
 TOO_LARGE = "state and saved activations alone exceed memory"
@@ -140,8 +139,8 @@ def screen(space: SearchSpace) -> Screened:
     dropped: list[Dropped] = []
     least: tuple[float, Candidate] | None = None
     seen, dims = set(), dims_of(space.experiment)
-    bar = tqdm.tqdm(space.candidates(), desc="memory bounds", dynamic_ncols=True)
-    for candidate in bar:
+    made = space.candidates()
+    for candidate in progress_bar(len(made), "memory bounds", iterable=made):
         program = essence(candidate, dims)
         try:
             reason = misfit(space.experiment, candidate, space.torus)

@@ -115,6 +115,7 @@ def test_every_view(browser, served, logs):
     show(page, "Memory")
     page.wait("document.querySelector('main h2')?.innerText.includes('at the peak')")
     assert page.run("document.querySelectorAll('main svg path').length") == 2
+    assert "ops in the order in which they run" in page.text("main")
     for part in plan["breakdown"]:
         assert not part["bytes"] or part["part"] in page.text("main")
     assert plan["buffers"][0]["name"] in page.text("main")
@@ -132,7 +133,7 @@ def test_every_view(browser, served, logs):
     page.wait("document.querySelector('main').innerText.includes('no pipeline')")
     show(page, "Pipeline", "pipelined/plan")
     page.wait("document.querySelector('.cells')")
-    assert "2 stages, 4 microbatches, 1 rounds, 5 iterations" in page.text("main")
+    assert "2 stages, 4 microbatches, 1 round, 5 iterations" in page.text("main")
     rows = page.run(
         "[...document.querySelectorAll('.cells')].map((row) => "
         "[...row.querySelectorAll('i')].map((cell) => cell.innerText))"
@@ -148,6 +149,13 @@ def test_every_view(browser, served, logs):
     page.wait("document.querySelector('main h2')?.innerText.includes('Health')")
     for tag in ("loss", "run/goodput", "optimizer/grad_norm", "speed/step_time_s"):
         assert tag in page.text("main")
+    assert "speed/step_time_s (seconds)" in page.text("main")
+    labels = page.run(
+        "[...document.querySelectorAll('svg text')].map((t) => t.textContent)"
+    )
+    assert labels.count("step") == page.run(
+        "document.querySelectorAll('figure').length"
+    )
     assert page.console == []
     assert all(url.startswith((served, "data:")) for url in browser.loaded)
 

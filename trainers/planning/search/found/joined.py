@@ -33,6 +33,7 @@ from meshwright.trainers.planning.search.search_space import (
     misfit,
     policies,
 )
+from meshwright.trainers.startup.messages import progress_bar
 
 log = logging.getLogger("absl")
 
@@ -69,7 +70,7 @@ def with_found(
                 "search: plan files alone, as the model has no other: %s", reason
             )
             return screened
-        with _bar(most) as bar:
+        with progress_bar(most, "propagating") as bar:
             finder.find(starts, most=most, tell=lambda made: _tell(bar, made))
         files = [_priced(finder, scored) for scored in screened.promising]
         found = list(_found(space, finder, files))
@@ -126,7 +127,7 @@ def _choice(candidate: Candidate) -> tuple:
 
 def _finder(space: SearchSpace, known: Known) -> PlanFinder:
     made = choices(space)
-    with tqdm.tqdm(total=len(made), desc="tracing", dynamic_ncols=True) as bar:
+    with progress_bar(len(made), "tracing") as bar:
         return PlanFinder(
             space.experiment,
             made,
@@ -134,10 +135,6 @@ def _finder(space: SearchSpace, known: Known) -> PlanFinder:
             known=known,
             tell=lambda count: bar.update(count - bar.n),
         )
-
-
-def _bar(total: int) -> tqdm.tqdm:
-    return tqdm.tqdm(total=total, desc="propagating", dynamic_ncols=True)
 
 
 def _tell(bar: tqdm.tqdm, made: Progress) -> None:

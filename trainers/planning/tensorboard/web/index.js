@@ -14,9 +14,9 @@ const numberText = (value) => Math.abs(value) >= 1000
 
 // Charts.
 
-/** Curves [[x, y], ...] by name; `text` writes a value of y. */
-function chart(title, curves, {text = numberText, limit = null, wide = false,
-  fill = false, xText = String} = {}) {
+/** Curves [[x, y], ...] by name; `text` writes a value of y, `unit` is its unit. */
+function chart(title, curves, {text = numberText, unit = "", limit = null, wide = false,
+  fill = false, xText = String, xName = "step"} = {}) {
   const width = wide ? 900 : 420, height = wide ? 240 : 190;
   const [left, right, top, bottom] = [62, 12, 10, 22];
   const points = Object.values(curves).flat();
@@ -47,13 +47,15 @@ function chart(title, curves, {text = numberText, limit = null, wide = false,
   });
   const last_ = Object.values(curves).map((curve) => valueText(curve[curve.length - 1][1]));
   const words = `${title}: ${Object.keys(curves).map((name, i) => `${name} ${last_[i]}`).join("; ")}`;
-  return h("figure", {class: wide ? "wide" : ""}, h("figcaption", {}, title),
+  const caption = h("figcaption", {}, title, unit ? h("span", {class: "soft"}, ` (${unit})`) : "");
+  return h("figure", {class: wide ? "wide" : ""}, caption,
     h("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words},
       ticks.map((y) => [h("line", {class: "grid", x1: left, x2: width - right,
         y1: py(y), y2: py(y)}), h("text", {x: left - 6, y: py(y) + 4,
         "text-anchor": "end"}, text(y))]),
       [...new Set([first, last])].map((x, i) => h("text", {x: px(x), y: height - 6,
         "text-anchor": i ? "end" : "start"}, xText(x))),
+      h("text", {x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle"}, xName),
       limit !== null && limit <= high ? h("line", {x1: left, x2: width - right,
         y1: py(limit), y2: py(limit), stroke: "var(--came)", "stroke-width": 1.5,
         "stroke-dasharray": "5 3"}) : "",
@@ -95,7 +97,8 @@ async function memory(run) {
     h("p", {class: "soft"}, plan.fits ? "The program fits." : "The program does not fit."),
     h("div", {class: "charts"},
       alive.length ? chart("In use on a device during a step", {"": alive},
-        {text: bytesText, limit, wide: true, fill: true, xText: (x) => x ? "end" : "begin"}) : ""),
+        {text: bytesText, limit, wide: true, fill: true, xText: (x) => x ? "end" : "begin",
+          xName: "ops in the order in which they run"}) : ""),
     h("h3", {}, "What it is used for at the peak"),
     table(["bytes*", "", "part"], breakdown.filter(({bytes}) => bytes).map(
       ({bytes, part}) => [bytesText(bytes), bar(bytes / largest), part])),
@@ -110,7 +113,7 @@ async function pipeline(run) {
   const {pipelines} = await ask(`plan?run=${encodeURIComponent(run)}`);
   if (!pipelines.length) {
     return view(h("p", {}, "This program has no pipeline. One is made by "
-      + "layers.Pipelined around a stack."));
+      + "@Pipeline() in the place of @Repeat()."));
   }
   return view(pipelines.map((planned) => {
     const shown = planned.timetable.slice(0, MOST_ITERATIONS);
@@ -165,6 +168,11 @@ async function weights(run) {
       `[${weight.shard_shape.join(", ")}]`, cells(weight)])));
 }
 
+// The units of curves, by tag.
+const UNITS = {"run/goodput": "share of the time", "speed/step_time_s": "seconds",
+  "speed/tokens_per_s": "a second",
+  "speed/model_flops_utilization": "share of the devices' peak"};
+
 /** Charts of curves {run: {tag: points}}, one for each tag. */
 function charts(group) {
   const byTag = {};
@@ -175,7 +183,8 @@ function charts(group) {
   }
   const share = (tag) => /goodput|dropped|utilization/.test(tag)
     ? (y) => `${(100 * y).toFixed(1)}%` : numberText;
-  return Object.keys(byTag).sort().map((tag) => chart(tag, byTag[tag], {text: share(tag)}));
+  return Object.keys(byTag).sort().map((tag) => chart(tag, byTag[tag],
+    {text: share(tag), unit: UNITS[tag]}));
 }
 
 async function experts() {

@@ -1,0 +1,143 @@
+"""Rows of tokens of any tf.data pipeline, as a language model reads them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.token_dataset import TokenDataset
+from meshwright.tasks.text.text_input import TextInput
+from tests.trainers.parity import initial_state
+from tests.trainers.small_run import at, small_programs, train
+
+S = 8
+
+
+def rows(**changes):
+    """A function that returns five rows of tokens; None leaves a tensor out."""
+    given = {
+        "ids": np.arange(5 * S, dtype=np.int32).reshape(5, S),
+        "labels": np.arange(5 * S, dtype=np.int32).reshape(5, S) + 1,
+    }
+    given = {k: v for k, v in (given | changes).items() if v is not None}
+    return lambda: tf.data.Dataset.from_tensor_slices(given)
+
+
+def dataset(vocab_size=100, **changes):
+    function = rows(**changes)
+    return TokenDataset(train=function, held_out=function, vocab_size=vocab_size)
+
+
+def test_what_a_row_lacks_has_its_default():
+    given = dataset()
+    (batch,) = given.train_batches(0, global_batch=5, rows=range(5)).take(1)
+    assert batch.map(lambda t: tf.TensorSpec(t.shape, t.dtype)) == given.element_spec(5)
+    assert (batch.labels.numpy() - batch.ids.numpy() == 1).all()
+    assert (batch.weights.numpy() == 1).all()
+    assert (batch.segment_ids.numpy() == 1).all()
+    assert (batch.segment_positions.numpy() == np.arange(S)).all()
+
+
+def test_what_a_row_has_is_kept():
+    rng = np.random.default_rng(0)
+    named = ("segment_ids", "segment_positions", "weights")
+    more = {name: rng.integers(0, 2, [5, S]).astype(np.int64) for name in named}
+    given = dataset(**more)
+    (batch,) = given.train_batches(0, global_batch=5, rows=range(5)).take(1)
+    for name in named:
+        np.testing.assert_array_equal(batch[name], more[name])
+    assert batch.weights.dtype == tf.float32 and batch.segment_ids.dtype == tf.int32
+
+
+def test_rows_that_fill_up_a_batch_are_padding():
+    first, last = dataset().held_out_batches(global_batch=3, rows=range(3))
+    assert (first.weights.numpy() == 1).all()
+    assert last.weights.numpy().sum(1).tolist() == [S, S, 0]
+    assert last.segment_ids.numpy().sum(1).tolist() == [S, S, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": None}, "examples without labels: they have ids"),
+        ({"ids": np.zeros([5], np.int32)}, r"ids .* have shape \(\); it must be \[S\]"),
+        ({"labels": np.zeros([5, 7], np.int32)}, r"labels .* int32 \[7\]; it must be"),
+        (
+            {"labels": np.zeros([5, S])},
+            r"labels .* float64 \[8\]; it must be int32 \[8",
+        ),
+        ({"mask": np.zeros([5, S])}, "with 'mask'; a language model reads ids, "),
+    ],
+)
+def test_rows_of_another_kind_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"TokenDataset.train.* {message}"):
+        dataset(**changes)
+
+
+def test_examples_that_are_no_dicts_are_refused():
+    with pytest.raises(
+        ValueError, match="examples of tuple; it must return dicts with"
+    ):
+        TokenDataset(
+            train=lambda: tf.data.Dataset.from_tensor_slices(([[1]], [[2]])),
+            vocab_size=5,
+        )
+
+
+def test_messages_name_the_class():
+    with pytest.raises(ValueError, match="TokenDataset.train is 3; it must be a func"):
+        TokenDataset(train=3, vocab_size=5)
+
+
+def test_an_id_beyond_the_vocabulary_stops_the_run():
+    how = {"global_batch": 5, "rows": range(5)}
+    (batch,) = dataset(vocab_size=41).train_batches(0, **how).take(1)
+    assert batch.ids.shape == [5, S]
+    batches = dataset(vocab_size=40).train_batches(0, **how)
+    message = "labels has an id that is not below vocab_size = 40"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        next(iter(batches))
+
+
+def of_texts(text: TextInput, batch: int) -> TokenDataset:
+    """The training rows of a `TextInput`, as somebody else's pipeline."""
+
+    def made():
+        batches = text.train_batches(0, global_batch=batch, rows=range(batch))
+        return batches.take(40).map(dict).unbatch()
+
+    return TokenDataset(train=made, held_out=made, vocab_size=text.vocab_size)
+
+
+def test_training_is_that_on_the_same_rows_of_text(tmp_path):
+    """On eight devices, resumed; how many bytes tokens are, nobody knows."""
+    programs = at(small_programs(), num_steps=6, checkpoint_interval=3, eval_interval=6)
+    experiment = programs.experiment
+    want = train(programs, tmp_path / "text")
+    tokens = of_texts(experiment.task.text, experiment.global_batch)
+    task = dataclasses.replace(experiment.task, text=tokens)
+    train(programs, tmp_path / "tokens", task=task, num_steps=3)
+    got = train(programs, tmp_path / "tokens", task=task)
+    for step, loss in got.losses.items():
+        assert loss == pytest.approx(want.losses[step], rel=1e-6), step
+    assert set(got.losses) == {4, 5, 6}
+    assert set(got.evaluation) == {"loss"}
+
+
+def test_a_served_text_of_t5_s_tokens_starts_with_0():
+    experiment = small_programs().experiment
+    task, theta = experiment.task, initial_state(experiment).theta
+    ids = np.zeros([1, task.text.sequence_length], np.int32)
+    ids[0, 1:4] = [30, 40, 50]
+    text = NestedMap(
+        ids=ids,
+        segment_ids=np.int32(np.arange(ids.size) < 4)[None],
+        segment_positions=np.arange(ids.size, dtype=np.int32)[None],
+    )
+    theta, text = (tree.map(tf.constant) for tree in (theta, text))
+    want = tf.nn.log_softmax(task.logits(Context(), theta, text))
+    got = task.serving.serve(Context(), theta, NestedMap(ids=text.ids))
+    np.testing.assert_allclose(got.log_probs[:, :4], want[:, :4], rtol=1e-5, atol=1e-5)
