@@ -241,6 +241,7 @@ def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
     given = [*args[:first], *saved]
     numbers = {t.ref(): number for number, t in enumerate(given)}
     products: dict[int, tf.Tensor] = {}
+    factors = {}
     for weight in range(first, last):
         product = _product(gradients[weight]) if defer[weight - first] else None
         if product is None:
@@ -248,13 +249,9 @@ def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
         roots = [_root(factor) for factor in product.op.inputs]
         if not others & {root.ref() for root in roots}:
             products[weight] = product
-            for root in roots:
-                numbers.setdefault(root.ref(), len(numbers))
-    factors = list(
-        dict.fromkeys(
-            _root(factor).ref() for p in products.values() for factor in p.op.inputs
-        )
-    )
+            for factor, root in zip(product.op.inputs, roots, strict=True):
+                number = numbers.setdefault(root.ref(), len(numbers))
+                factors[_entry(factor).ref()] = number
     made = [ref.deref() for ref in numbers][len(given) :]
     kept = [g for n, g in enumerate(gradients[:end]) if n not in products]
     taken = [*args, *saved, *parts["cotangents"]]
@@ -267,7 +264,7 @@ def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
         weights=tuple(weight in products for weight in range(first, last)),
         backward=_flat_call(backward),
         made=tuple(map(_saved, made)),
-        factors=tuple(numbers[ref] for ref in factors),
+        factors=tuple(factors.values()),
         multiply=_flat_call(multiply),
         finish=_flat_call(finish),
     )
@@ -376,6 +373,14 @@ def _root(tensor: tf.Tensor) -> tf.Tensor:
         # What is annotated twice is sent in between: it is saved as it arrives.
         if annotated.op.type != "XlaSharding":
             return annotated
+    return tensor
+
+
+def _entry(tensor: tf.Tensor) -> tf.Tensor:
+    """Where the value of a factor's root enters: behind ops that have other inputs."""
+    root = _root(tensor).ref()
+    while tensor.ref() != root and tensor.op.type != "IdentityN":
+        tensor = tensor.op.inputs[0]
     return tensor
 
 

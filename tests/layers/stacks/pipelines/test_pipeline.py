@@ -13,11 +13,14 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
     Mode,
+    WeightSpec,
     annotate_weights,
     initialize,
 )
@@ -123,6 +126,44 @@ def test_of_some_weights_gradients_stay_in_the_loop(partitioner):
     program = compiled(layer, plan(2, 2, 2), partitioner)
     assert_parity(layer, program)
     assert_gradients_are_reduced_after_the_loops(program)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doubling(Layer):
+    """Splits what has a gradient of its own, as a Conformer's convolution does."""
+
+    def weights(self):
+        shape, dims = (M, M), ("model", "hidden")
+        return NestedMap(w=WeightSpec(shape=shape, dims=dims, initializer=FanIn()))
+
+    def fprop(self, ctx, theta, x):
+        twice = tf.custom_gradient(lambda x: (2 * x, lambda dy: 2 * dy))
+        h = ctx.split(twice(x), ("batch", "sequence", "model"))
+        return x + tf.tanh(tf.einsum("bsm,mh->bsh", h, theta.w))
+
+
+@pytest.mark.parametrize("recompute", [{}, NOTHING], ids=str)
+def test_a_factor_with_a_gradient_of_its_own_is_deferred(recompute):
+    on = plan(2, 2, 2)
+
+    weights = initialize(pipeline(2, 3, body=Doubling()).weights(), key())
+
+    def gradients(deferred):
+        layer = pipeline(2, 3, deferred=deferred, body=Doubling(), **recompute)
+
+        def step(theta, x):
+            ctx = Context(plan=on, mode=Mode.TRAIN, key=key(), path="stack")
+            with tf.GradientTape() as tape:
+                tape.watch((theta, x))
+                y = layer.fprop(ctx, theta, x)
+            return tape.gradient(y, (theta, x), output_gradients=y)
+
+        args = [weights, INPUTS.x]
+        specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape), args)
+        return tf.nest.flatten(compile_program(step, specs, on.mesh)(*args))
+
+    for got, expected in zip(gradients(("w",)), gradients(()), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_deferred_gradient_is_a_product_after_the_backward_loop():
