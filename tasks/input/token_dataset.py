@@ -131,6 +131,7 @@ class TokenDataset(DatasetInput, TokenInput):
         inside = tf.reduce_all((ids >= 0) & (ids < self.vocab_size))
         message = (
             f"TokenDataset: {name} has an id that is not below vocab_size = "
-            f"{self.vocab_size}, or is negative"
+            f"{self.vocab_size}, or is negative: set it to that of the tokens, "
+            "the least and the largest of which are"
         )
         tf.debugging.Assert(inside, [message, tf.reduce_min(ids), tf.reduce_max(ids)])

@@ -374,6 +374,13 @@ class TextInput(TokenInput):
         return self.vocabulary.vocab_size
 
     @property
+    def start_id(self) -> int:
+        """The id before a document's first token."""
+        if self.vocabulary is None:
+            return ByteTokenizer.start_id
+        return self.vocabulary.special_tokens.start_id
+
+    @property
     def end_id(self) -> int:
         """The id after a document's last token."""
         if self.vocabulary is None:
@@ -394,9 +401,9 @@ class TextInput(TokenInput):
         """The ids of a document's beginning, its start token included."""
         if self.vocabulary is None:
             ids = ByteTokenizer().encode(text.encode()).tolist()
-            return [ByteTokenizer.start_id, *ids]
-        vocabulary = self.trained_vocabulary()
-        return [vocabulary.start_id, *vocabulary.encode([text])[0]]
+        else:
+            (ids,) = self.trained_vocabulary().encode([text])
+        return [self.start_id, *ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`; what is no text is U+FFFD, other ids are left out."""

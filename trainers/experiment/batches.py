@@ -27,6 +27,8 @@ _RAISED = re.compile(
     re.DOTALL,
 )
 _RAISED_AGAIN = (ValueError, OSError, ImportError)
+# Its data follow each other in brackets.
+_ASSERTED = re.compile(r"assertion failed: (\[.*\])")
 _CANNOT_BE_SAVED = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 # The files of a checkpoint of TF.
 _FILES = {"index": ".index", "data": ".data-00000-of-00001"}
@@ -252,10 +254,13 @@ def readable(batches: Iterable[Any]) -> Iterator[Any]:
 
     Raises:
       ValueError, OSError, ImportError: a function raised it, with this message.
+      ValueError: a TensorFlow assertion of the input failed.
     """
     try:
         yield from batches
     except tf.errors.OpError as error:
+        if asserted := _ASSERTED.search(error.message):
+            raise ValueError(f"the input is refused: {asserted[1]}") from error
         raised = _RAISED.search(error.message)
         kind = getattr(builtins, raised["kind"], None) if raised else None
         if not (isinstance(kind, type) and issubclass(kind, _RAISED_AGAIN)):

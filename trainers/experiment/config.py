@@ -279,11 +279,10 @@ def _why_inoperative(binding: Binding) -> str | None:
         }
         if macro == _PLANS_MACRO and not bound_parameters("ShardingPlan"):
             return _no_plan()
-        if hint := of_macro(macro):
-            hint = f"\n  {hint}"
-        else:
-            hint = nearest(macro, referred, prefix="%")
-        return f"nothing in use refers to %{macro}: remove it{hint}"
+        unused = f"nothing in use refers to %{macro}"
+        if here := of_macro(macro):
+            return f"{unused}: {here}"
+        return f"{unused}: remove it" + nearest(macro, referred, prefix="%")
     if not calls:
         return f"gin built no {name}: refer to it as @{name}(), or remove the binding"
     if not inside:

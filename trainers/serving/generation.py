@@ -64,7 +64,8 @@ def language_model(experiment: Experiment) -> LanguageModel:
         raise ValueError(
             f"Experiment.task is {type(task).__name__}, which does not continue text: "
             "generate with an experiment whose task is a LanguageModel, such as "
-            "lm/stdlib_tiny.gin"
+            "lm/stdlib_tiny.gin; other models answer once they are exported, by "
+            "meshwright-export"
         )
     needed = ("sequence_length", "end_id", "encode", "decode", "vocabulary")
     lacking = [name for name in needed if not hasattr(task.text, name)]
@@ -87,11 +88,12 @@ def check_prompt(
     """
     if not prompt:
         raise ValueError(f"{name} is empty: give text to continue")
-    size = task.embedding.vocab_size
-    unknown = [i for i in prompt if not 0 < i < size]
+    # Padding is no token, unless it starts a text as in T5.
+    least, size = min(task.text.start_id, 1), task.embedding.vocab_size
+    unknown = [i for i in prompt if not least <= i < size]
     if unknown:
         raise ValueError(
-            f"{name} has the id {unknown[0]}, but ids of tokens are from 1 to "
+            f"{name} has the id {unknown[0]}, but ids of tokens are from {least} to "
             f"{size - 1}, as TokenEmbedding.vocab_size is {size}: leave it out"
         )
     places = _places(task, cache_length)

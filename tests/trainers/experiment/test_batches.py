@@ -40,3 +40,14 @@ def test_a_fault_of_the_program_stays_what_it_is():
 
 def test_batches_come_as_they_are():
     assert list(readable([1, 2])) == [1, 2]
+
+
+def test_an_assertion_of_the_input_is_told_by_its_message():
+    def checked(x):
+        tf.debugging.Assert(x < 2, ["too large:", x])
+        return {"x": x}
+
+    dataset = tf.data.Dataset.range(4).map(checked)
+    message = r"the input is refused: \[too large:\] \[2\]"
+    with pytest.raises(ValueError, match=message):
+        list(readable(dataset))

@@ -218,10 +218,19 @@ def test_an_unknown_class_is_refused_with_those_that_fit():
         config.load([], ["Experiment.optimizer = @Lion()"])
 
 
-def test_a_parameter_by_its_name_in_t5x_is_refused_with_that_of_here():
-    message = "(?s)named 'decay_rate'.*T5X's decay_rate is 'decay_exponent' here"
+@pytest.mark.parametrize(
+    ("bound", "theirs", "ours"),
+    [
+        ("Adafactor.decay_rate = 0.8", "decay_rate", "decay_exponent"),
+        ("transformer_layer.mlp_dim = 8", "mlp_dim", "hidden_dims"),
+    ],
+)
+def test_a_parameter_by_its_name_in_t5x_is_refused_with_that_of_here(
+    bound, theirs, ours
+):
+    message = f"(?s)named '{theirs}'.*T5X's {theirs} is '{ours}' here"
     with pytest.raises(config.ConfigError, match=message):
-        config.load([], ["Adafactor.decay_rate = 0.8"])
+        config.load([], [bound])
 
 
 def test_a_parameter_by_an_old_name_is_refused_with_its_new_one():

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
-from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, SpecialTokens
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving.generation import (
@@ -167,6 +167,15 @@ def test_a_prompt_that_cannot_be_continued_is_refused(prompt, message):
     check_prompt(task, [5] * 16, 17, "line 7")
     with pytest.raises(ValueError, match=message.replace("line 7", "prompt 1")):
         dense().all([PROMPTS[0], prompt])
+
+
+def test_a_prompt_of_t5_s_tokens_starts_with_its_padding():
+    task = experiment_of("dense", (1, 1)).task
+    vocabulary = SentencePieceVocabulary(
+        vocab_size=264, special_tokens=SpecialTokens.T5
+    )
+    text = dataclasses.replace(task.text, vocabulary=vocabulary)
+    check_prompt(dataclasses.replace(task, text=text), [0, 5], None, "line 7")
 
 
 def test_prompts_of_a_larger_table_have_its_ids():

@@ -99,7 +99,7 @@ def test_help_needs_no_tensorflow(name):
         (
             "train",
             [TINY, "--model_dir=x", "--gin_param=TRAIN_STEPS = 1000"],
-            "remove it\n  T5X's TRAIN_STEPS is Experiment.num_steps here\n",
+            "to %TRAIN_STEPS: T5X's TRAIN_STEPS is Experiment.num_steps here\n",
         ),
         ("train", [], "--gin_file is required, such as --gin_file=lm/stdlib_tiny.gin"),
         ("train", ["--gin_file=", "--model_dir=x"], "--gin_file is required, such as"),

@@ -7,6 +7,9 @@ import shlex
 PARAMETERS = {
     "Adafactor.decay_rate": "decay_exponent",
     "Adafactor.step_offset": "decay_offset",
+    "transformer_layer.emb_dim": "model_dims",
+    "transformer_layer.mlp_activations": "activation",
+    "transformer_layer.mlp_dim": "hidden_dims",
 }
 """The names here of parameters that have others in T5X."""
 _MACROS = {

@@ -30,8 +30,7 @@ class Undone:
     """A binding that a file, which had set it before, sets back.
 
     Args:
-      name: class and parameter, such as `Adam.learning_rate`, with the scope; or the
-        macro.
+      name: the class and its parameter, with their scope, or the macro.
       lost: the value that no longer holds.
       place: file and line of that.
       value: the value that holds.

@@ -80,15 +80,16 @@ def run(tmp_path, *params, **more):
     )
 
 
-def test_from_a_search_to_training(tmp_path, compiler, capsys):
+def test_from_a_search_to_training(tmp_path, compiler, capsys, caplog):
+    caplog.set_level("INFO", logger="absl")
     assert run(tmp_path) is None
-    out, err = capsys.readouterr()
+    out, _ = capsys.readouterr()
     winner = tmp_path / "made" / "winner.gin"
     assert f"wrote {winner}: meshwright-train --gin_file={winner}" in out
     lines = out.splitlines()
     assert all(len(line) <= 80 for line in lines[:-1])
     assert lines[1].startswith(" +") and lines[1].split()[6] == "4x2"
-    assert "6/6" in err and "best 125 ms/example" in err
+    assert re.search("compiling: 6 of 6, .*, best 125 ms/example", caplog.text)
     assert built([str(winner)], []).plan.mesh.device_ids == IDS
     check_trains(winner, tmp_path / "model")
 
