@@ -69,6 +69,8 @@ test-slow: install
 # ROW='uneven indices' says of how many cases that row of the table of faults is needed.
 CASES ?= 5000
 SEED ?= $(shell date +%s)
+OPERATOR ?=
+ROW ?=
 matrix: install
 	$(BIN)/python -m tests.operators.matrix --cases=$(CASES) --seed=$(SEED) \
 	  --workers=$(WORKERS) $(if $(LAYOUTS),--layouts) \

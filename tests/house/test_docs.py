@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shlex
 import socket
 from concurrent import futures
 
@@ -112,7 +113,7 @@ def test_command_builds(command, monkeypatch):
 @pytest.mark.parametrize("command", list(commands(r"make ")))
 def test_make_target_exists(command):
     makefile = (ROOT / "Makefile").read_text()
-    for word in command.split()[1:]:
+    for word in shlex.split(command)[1:]:
         name, is_variable, _ = word.partition("=")
         written = rf"^{name} \?=" if is_variable else f"^{name}:"
         assert re.search(written, makefile, re.MULTILINE), word
