@@ -229,9 +229,8 @@ class Program:
           ValueError: there is no such tensor, line or layer, or no such axis; or the
             mesh has one device.
         """
-        return why(
-            self.reasons, target, axis, self.partitioner, self.updates, is_compiled=True
-        )
+        of = {"partitioner": self.partitioner, "updates": self.updates}
+        return why(self.reasons, target, axis, is_compiled=True, **of)
 
     def hlo_text(self) -> str:
         """The partitioned, optimized HLO of one device."""
@@ -285,7 +284,8 @@ class TracedProgram:
 
     def why(self, target: str, axis: str | None = None) -> Answer:
         """See `Program.why`; nothing has to be compiled."""
-        return why(self.reasons, target, axis, self.target.partitioner, self.updates)
+        of = {"partitioner": self.target.partitioner, "updates": self.updates}
+        return why(self.reasons, target, axis, **of)
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, as a nest of its structure."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 import gin
@@ -282,9 +283,7 @@ def _misspelt(
     for dim, tensor in tensors.items():
         if not dim or dim in known:
             continue
-        # `in_channels` is no misspelling of `channels`.
-        words = set(dim.split("_"))
-        others = [other for other in table if not words.issuperset(other.split("_"))]
+        others = [other for other in table if _differ_by_spelling(dim, other)]
         near = difflib.get_close_matches(dim, others, 1, cutoff=_ALIKE)
         if near:
             lines[dim] = (
@@ -293,6 +292,20 @@ def _misspelt(
                 f"ShardingPlan.{name} the entry {dim!r}: None"
             )
     return lines
+
+
+def _differ_by_spelling(name: str, other: str) -> bool:
+    """Whether what two names do not share is alike.
+
+    It is not of `in_channels` and `out_channels`, `in_channels` and `channels`, or
+    `hidden1` and `hidden2`, which are names of different dims.
+    """
+    words, others = (re.findall(r"\d+|[^\d_]+", text) for text in (name, other))
+    own, theirs = (
+        "_".join(word for word in of if word not in shared)
+        for of, shared in ((words, others), (others, words))
+    )
+    return difflib.SequenceMatcher(None, own, theirs).ratio() >= _ALIKE
 
 
 def _reduced(sharding: Sharding, axes: Sequence[str]) -> Sharding:

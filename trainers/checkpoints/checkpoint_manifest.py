@@ -11,6 +11,9 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 
 _MAX_SHOWN = 10
+_BESIDE_WEIGHTS = {"slots": "optimizer", "ema": "moving average"}
+"""What follows from the weights, by part of the state."""
+_FROM_WEIGHTS = "another directory with these weights, by InitializeFrom.checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,32 +110,34 @@ def _kind_and_remedy(
     """What differs, and what to do beside going back to the saved configuration."""
     paths = saved.keys() | model.keys()
     differing = {path for path in paths if saved.get(path) != model.get(path)}
-    if all(path.startswith("slots.") for path in differing):
-        return "optimizer, with the same weights", (
-            "start another directory with these weights, by InitializeFrom.checkpoint"
-        )
+    parts = {path.partition(".")[0] for path in differing}
+    if parts <= _BESIDE_WEIGHTS.keys():
+        of = " or ".join(_BESIDE_WEIGHTS[part] for part in sorted(parts, reverse=True))
+        return f"{of}, with the same weights", f"start {_FROM_WEIGHTS}"
     # Slots follow from weights.
     weights = [path for path in differing if path.startswith("theta.")]
     if weights and all(
-        path in saved and path in model and _is_reshaped(saved[path], model[path])
+        path in saved and path in model and _is_restaged(saved[path], model[path])
         for path in weights
     ):
+        stacks = sorted({path.split(".")[1] for path in weights})
+        rules = ", ".join(rf'r"{of}\.(.*) -> {of}.\1 reshape"' for of in stacks)
         return "model, the same layers in other stages", (
-            "start another directory with these weights, by InitializeFrom.checkpoint "
-            r'and InitializeFrom.rules = [r"stack\.(.*) -> stack.\1 reshape"], for a '
-            "pipeline of one round"
+            f"start {_FROM_WEIGHTS} and InitializeFrom.rules = [{rules}], if pipelines "
+            "have one round"
         )
     return "model", "another directory"
 
 
-def _is_reshaped(old: ArraySpec, new: ArraySpec) -> bool:
-    """Whether one has the leading dim of the other as two, stages and layers."""
-    short, long = sorted((old, new), key=lambda spec: len(spec.shape))
-    stages_and_layers, rest = long.shape[:2], long.shape[2:]
+def _is_restaged(old: ArraySpec, new: ArraySpec) -> bool:
+    """Whether they stack as many layers, by stage and number or by number alone."""
+    short, long = sorted((old.shape, new.shape), key=len)
+    is_staged_alike = len(short) == len(long) >= 2
+    counts, rest = (short[:2], short[2:]) if is_staged_alike else (short[:1], short[1:])
     return (
         old.dtype == new.dtype
-        and len(long.shape) == len(short.shape) + 1
-        and short.shape == (math.prod(stages_and_layers), *rest)
+        and len(long) - len(short) in (0, 1)
+        and (math.prod(counts), rest) == (math.prod(long[:2]), long[2:])
     )
 
 

@@ -115,7 +115,7 @@ def load(
       ConfigError: a file does not exist or cannot be parsed; a class, parameter, macro
         or constant is unknown (the message has the nearest known name); a parameter is
         left at `%gin.REQUIRED`; an imported module has no classes for gin; a file that
-      is read again sets a reference back (the message has both places).
+        is read again sets a reference back (the message has both places).
     """
     gin.clear_config()
     _set_aside.clear()

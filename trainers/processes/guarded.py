@@ -21,6 +21,7 @@ from meshwright.trainers.startup.messages import printable
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1
 _SHOWN = 300
+_ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 # Where the child's C++ writes while it compiles, for the parent to read.
 _output: BinaryIO | None = None
@@ -52,6 +53,9 @@ def call(main: Callable[[], int | None], name: str, advice: str) -> int | None:
         if code >= 0:
             sys.stdout.flush()
             os._exit(code)  # The child has done what is done at exit.
+        if -code in _ENDINGS:  # Somebody ended it: so is this process to end.
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
         output.seek(0)
         text = output.read().decode(errors="replace")
     how = signal.Signals(-code).name

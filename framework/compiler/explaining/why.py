@@ -101,9 +101,9 @@ def why(
     reasons: Reasons,
     target: str,
     axis: str | None = None,
+    *,
     partitioner: Partitioner = Partitioner.SHARDY,
     updates: UpdateReport | None = None,
-    *,
     is_compiled: bool = False,
 ) -> Answer:
     """Why tensors lie where they lie.

@@ -51,8 +51,9 @@ _HELD = re.compile(
     r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+",'
     r'"size":"(?P<bytes>\d+)"'
 )
-# In the name of a loop whose trips the program computes.
-_EXPECTED = re.compile(r"\bexpected_(\d+)_trips")
+# The own name of a loop whose trips the program computes; loops inside have it before
+# theirs.
+_EXPECTED = re.compile(r"(?:^|/)expected_(\d+)_trips[^/]*$")
 # An op whose operands and results alone take this share of its time waits for memory.
 _MEMORY_BOUND = 0.6
 

@@ -27,8 +27,9 @@ _PYTHON = (
     "It runs Python on the host: write it in TF ops, or call it outside the program"
 )
 _DENSE_LABELS = (
-    "Give tf.nn.ctc_loss dense labels and their lengths: "
-    "tf.nn.ctc_loss(labels, logits, label_length, logit_length)"
+    "Give tf.nn.ctc_loss dense labels and their lengths, and say which class is the "
+    "blank, which tf.compat.v1.nn.ctc_loss has last: tf.nn.ctc_loss(labels, logits, "
+    "label_length, logit_length, blank_index=-1)"
 )
 _INSTEAD = {
     "CTCLoss": _DENSE_LABELS,

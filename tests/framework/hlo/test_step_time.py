@@ -315,12 +315,18 @@ def test_a_loop_without_a_bound_is_an_error():
         estimate(text)
 
 
-def test_a_loop_has_the_trips_that_its_name_expects():
-    text = PROGRAM.replace("constant(32)", "constant({...})")
-    text = text.replace(
-        "body=%body", 'body=%body, metadata={op_name="jit(f)/expected_5_trips"}'
-    )
-    assert estimate(text).collectives[0].count == 5
+@pytest.mark.parametrize(
+    ("bound", "op_name", "count"),
+    [
+        ("{...}", "jit(f)/expected_5_trips", 5),
+        ("{...}", "jit(f)/expected_3_trips/expected_5_trips_1", 5),
+        ("32", "jit(f)/expected_3_trips/while", 32),
+    ],
+)
+def test_a_loop_has_the_trips_that_its_own_name_expects(bound, op_name, count):
+    text = PROGRAM.replace("constant(32)", f"constant({bound})")
+    text = text.replace("body=%body", f'body=%body, metadata={{op_name="{op_name}"}}')
+    assert estimate(text).collectives[0].count == count
 
 
 def test_trips_that_the_compiler_says_count():

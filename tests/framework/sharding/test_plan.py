@@ -6,7 +6,7 @@ import re
 import gin
 import pytest
 
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import NotingPlan, ShardingPlan
 
 PLANS = pathlib.Path(__file__).parents[3] / "params" / "plans"
 # GSPMD, Table 1: the seven annotated tensors of a layer.
@@ -98,3 +98,21 @@ def test_an_axis_that_splits_a_tensor_twice_names_tensor_and_dims():
 def test_mesh_shape_must_be_a_sequence():
     with pytest.raises(ValueError, match=r"mesh_shape is 8; it must be a sequence"):
         ShardingPlan(mesh_shape=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [
+        ("modell", True),
+        ("key_haeds", True),
+        ("in_channels", False),
+        ("channels", False),
+        ("model_1", False),
+        ("hidden2", False),
+        ("query_heads", False),
+    ],
+)
+def test_only_misspelt_words_of_names_are_told(name, is_told):
+    names = ("model", "hidden1", "out_channels", "key_heads")
+    plan = ShardingPlan(mesh_shape=(2, 4), weights=dict.fromkeys(names, "Y"))
+    assert bool(NotingPlan.of(plan).misspelt({"w": (name,)})) == is_told

@@ -289,24 +289,36 @@ def test_orbax_is_quiet_at_info(tmp_path, caplog):
     assert messages == ["ours"]
 
 
+IN_STAGES = "of another model, the same layers in other stages:"
+OTHERWISE = "of another model:(?s:.*) that it was saved with, or another directory"
+
+
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("was", "shape", "message"),
     [
         (
             [4, 8],
-            "of another optimizer, with the same weights:(?s:.*)InitializeFrom.ch",
+            [4, 8],
+            "another optimizer, with the same weights(?s:.*)Initialize",
         ),
-        (
-            [2, 2, 8],
-            "of another model, the same layers in other stages:(?s:.*)reshape",
-        ),
-        ([4, 9], "of another model:(?s:.*) that it was saved with, or another dir"),
-        ([2, 4, 8], "of another model:(?s:.*) that it was saved with, or another dir"),
+        ([4, 8], [2, 2, 8], f"{IN_STAGES}(?s:.*)encoder.* -> encoder.* reshape"),
+        ([2, 2, 8], [4, 8], IN_STAGES),
+        ([2, 6, 8], [4, 3, 8], IN_STAGES),
+        ([4, 8], [4, 9], OTHERWISE),
+        ([4, 8], [2, 4, 8], OTHERWISE),
+        ([2, 6, 8], [4, 6, 8], OTHERWISE),
     ],
 )
-def test_what_can_start_from_the_weights_is_said(shape, message):
-    form = ArraySpec((4, 8), "float32")
-    saved = {"theta.stack.w": form, "slots.stack.w.m": form}
-    weights = NestedMap(stack=NestedMap(w=np.zeros(shape, np.float32)))
+def test_what_can_start_from_the_weights_is_said(was, shape, message):
+    form = ArraySpec(tuple(was), "float32")
+    saved = {"theta.encoder.w": form, "slots.encoder.w.m": form}
+    weights = NestedMap(encoder=NestedMap(w=np.zeros(shape, np.float32)))
     with pytest.raises(CheckpointError, match=message):
         check_model("step 1", saved, NestedMap(theta=weights))
+
+
+def test_a_moving_average_follows_from_the_weights():
+    saved = {"theta.w": ArraySpec((4,), "float32")}
+    weights = NestedMap(w=np.zeros([4], np.float32))
+    with pytest.raises(CheckpointError, match="another moving average, with the same"):
+        check_model("step 1", saved, NestedMap(theta=weights, ema=weights))

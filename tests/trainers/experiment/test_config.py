@@ -208,7 +208,7 @@ def test_an_unknown_macro_names_what_uses_it_and_nothing_else():
 
 
 def test_all_macros_that_are_missing_are_named_at_once():
-    with pytest.raises(config.ConfigError, match="Neither is there %B, %C\\."):
+    with pytest.raises(config.ConfigError, match="Missing too: %B, %C\\."):
         config.load([], ["Inner.width = %A", "Inner.depth = %B", "Outer.name = %C"])
 
 
@@ -216,6 +216,8 @@ def test_an_unknown_class_is_refused_with_those_that_fit():
     message = "Experiment.optimizer takes Adafactor, Adam, .*SGD"
     with pytest.raises(config.ConfigError, match=message):
         config.load([], ["Experiment.optimizer = @Lion()"])
+    with pytest.raises(config.ConfigError, match="If Lion is a class of yours"):
+        config.load([], ["SpeechInput.vocabulary = @Lion()"])  # Of any class.
 
 
 @pytest.mark.parametrize(
@@ -462,3 +464,5 @@ def test_a_file_read_again_sets_no_reference_back(params, tmp_path):
     )
     config.load(["mine", "lm/base"], ["Inner.width = 7"])
     assert config.undone() == []
+    with pytest.raises(config.ConfigError, match=r"lm/big\.gin before mine\.gin"):
+        config.load(["mine", "lm/big"])

@@ -1,12 +1,13 @@
 """A command whose process a compiler ends says so by one message."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
 SCRIPT = """
-import os, sys
+import os, signal, sys
 from meshwright.trainers.processes import guarded
 
 def main():
@@ -14,6 +15,9 @@ def main():
         os.write(2, b"F0101 x.cc:1] Check failed: size == 2 (4 vs. 2)\\n@ frame\\n")
         if sys.argv[1] == "abort":
             os.abort()
+        if sys.argv[1] == "ended":
+            os.kill(os.getppid(), signal.SIGTERM)
+            signal.pause()
     print("done")
     if sys.argv[1] == "error":
         sys.exit("refused")
@@ -43,6 +47,11 @@ def test_an_abort_is_a_message_with_the_check_and_without_frames():
         "meshwright-plan: its process ended by SIGABRT (Check failed: size == 2 "
         "(4 vs. 2)): take another mesh\n"
     )
+
+
+def test_a_command_that_somebody_ends_is_no_fault_of_a_compiler():
+    ran = _run("ended")
+    assert (ran.returncode, ran.stderr) == (-signal.SIGTERM, "")
 
 
 def _run(how):

@@ -123,7 +123,7 @@ def _fitting(text: str) -> str:
     match = re.search(r"([\w.]+)\.(\w+) *= *@", text)
     owner = match and gin.config._REGISTRY.get_match(match[1])
     wanted = owner and type_hints(owner.wrapped).get(match[2])
-    if not isinstance(wanted, type) or wanted is object:
+    if not inspect.isclass(wanted) or wanted is object or _is_protocol(wanted):
         return ""
     fitting = sorted(
         short_name(selector)
@@ -133,6 +133,11 @@ def _fitting(text: str) -> str:
     if not 0 < len(fitting) <= _MOST_LISTED:
         return ""
     return f"\n  {match[1]}.{match[2]} takes {', '.join(fitting)}."
+
+
+def _is_protocol(wanted: type) -> bool:
+    """Whether nothing says what fits: classes do not name the protocols they follow."""
+    return getattr(wanted, "_is_protocol", False)
 
 
 def missing_parameters(text: str) -> str:
@@ -209,7 +214,7 @@ def _unknown_macro(name: str) -> str:
             hint = f"\n  It must be {spelling(wanted)}."
     listed = "".join(f"\n    {bound}" for bound in users)
     if others := sorted(_undefined_macros() - {name}):
-        hint += f"\n  Neither is there {', '.join(f'%{other}' for other in others)}."
+        hint += f"\n  Missing too: {', '.join(f'%{other}' for other in others)}."
     return f"no macro or constant %{name}, used by{listed}{hint}"
 
 

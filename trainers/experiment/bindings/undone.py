@@ -49,11 +49,16 @@ class Undone:
     loses_a_class: bool
 
     def __str__(self) -> str:
-        again = f", which {self.include} reads again" if self.include else ""
-        return (
+        text = (
             f"`{self.name} = {self.lost!r}` ({self.place}) is replaced by "
-            f"`{self.name} = {self.value!r}` of {self.by}{again}: write your own lines "
-            "after all includes"
+            f"`{self.name} = {self.value!r}` of {self.by}"
+        )
+        if not self.include:
+            former, again = (at.rpartition(":")[0] for at in (self.place, self.by))
+            return f"{text}: give {again} before {former}"
+        return (
+            f"{text}, which {self.include} reads again: write your own lines after all "
+            "includes"
         )
 
 
