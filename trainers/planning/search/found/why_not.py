@@ -62,7 +62,11 @@ def _not_allowed(dropped: list[Dropped]) -> str:
     reasons = [d.reason for d in dropped if d.reason != SAME]
     if not reasons:
         return "is the same program as another plan of the space"
-    return f"not allowed: {max(reasons, key=reasons.count)}"
+    reason = max(reasons, key=reasons.count)
+    if same := [d for d in dropped if d.reason == SAME]:
+        at = _at(same[0].candidate)
+        return f"the same program as another plan at {at}; elsewhere {reason}"
+    return f"not allowed: {reason}"
 
 
 def _seconds(scored: ScoredCandidate) -> float:

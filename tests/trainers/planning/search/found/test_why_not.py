@@ -55,6 +55,11 @@ def with_screened(where, **fields):
             "attempt1: is the same program as another plan of the space",
         ),
         (
+            [{"reason": "shards of unequal batches"}, {"reason": search_screen.SAME}],
+            "attempt1: the same program as another plan at 2x4, recompute everything, "
+            "batch 8; elsewhere shards of unequal batches",
+        ),
+        (
             [{"reason": search_screen.TOO_LARGE, "bound": 17.48 * GIB}],
             "attempt1: does not fit by 2.00 GiB or more, at 2x4, recompute everything, "
             "batch 8",
