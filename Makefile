@@ -66,7 +66,7 @@ test-slow: install
 # The operator matrix with this many cases, others for each seed;
 # docs/internals/operators.md.
 # LAYOUTS=1 draws single operators over all axes instead; OPERATOR=gather draws that one;
-# ROW='uneven indices' says of how many cases that row of the table of faults is needed.
+# ROW='uneven indices' counts what meets that row of the table of faults without need.
 CASES ?= 5000
 SEED ?= $(shell date +%s)
 OPERATOR ?=

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 # TF's own kernels are the measure; see `tests/conftest.py` for why not by oneDNN.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+from meshwright.framework.compiler.repair.table.faults import FAULTS  # noqa: E402
 from meshwright.framework.sharding.mesh import did_you_mean  # noqa: E402
 from tests.operators.definitions.operators import OPERATORS  # noqa: E402
-from tests.operators.judging.apart import Outcome, check_rows  # noqa: E402
+from tests.operators.judging.apart import Outcome  # noqa: E402
 from tests.operators.judging.groups import (  # noqa: E402
     Group,
     Judged,
@@ -47,10 +48,9 @@ def main() -> int:
     parser.add_argument("--row", help="of the table of faults: what it is needed for")
     parser.add_argument("--no_shrinking", action="store_true")
     args = parser.parse_args()
-    for name in args.operators or []:
-        if name not in (known := [*OPERATORS, *LAYOUTS]):
-            parser.error(f"no operator is named {name!r}{did_you_mean(name, known)}")
-    check_rows([args.row] if args.row else [])
+    _check_name(parser, "operator", args.operators or [], [*OPERATORS, *LAYOUTS])
+    rows = [row.name for row in FAULTS]
+    _check_name(parser, "row of the table of faults", filter(None, [args.row]), rows)
     print(f"SEED={args.seed}", flush=True)
     operators = args.operators or list(LAYOUTS if args.layouts else OPERATORS)
     requested = groups(operators, args.cases, args.seed)
@@ -66,6 +66,18 @@ def main() -> int:
             _print_row(pool, judged, args.row)
     print(f"SEED={args.seed}")
     return 1 if faults or len(judged) < sum(group.count for group in requested) else 0
+
+
+def _check_name(
+    parser: argparse.ArgumentParser,
+    what: str,
+    names: Iterable[str],
+    known: Sequence[str],
+) -> None:
+    """Ends the process if `known` lacks one of `names`."""
+    for name in names:
+        if name not in known:
+            parser.error(f"no {what} is named {name!r}{did_you_mean(name, known)}")
 
 
 def _all_judged(pool, requested: Sequence[Group]) -> Iterable[Judged]:
@@ -135,7 +147,7 @@ def _print_shrunk(
 
 
 def _print_row(pool, judged: Iterable[Judged], row: str) -> None:
-    """Of the cases that meet a row, how many it is needed for; and some that it is not.
+    """How many cases that meet a row are right without it, and some of them.
 
     Only the first case of a program has what was repaired, for all of them.
     """
@@ -144,7 +156,7 @@ def _print_row(pool, judged: Iterable[Judged], row: str) -> None:
     answers = pool.map(judged_without, cases, [row] * len(cases))
     without = [case for case in answers if case is not None]
     right = [case for case in without if not case.verdict.outcome.is_fault]
-    print(f"\n{len(without)} cases meet {row!r}; {len(right)} are right without it too")
+    print(f"\ncases that meet {row!r}: {len(without)}; right without it: {len(right)}")
     for case in sorted(right, key=lambda case: len(str(case.case)))[:_RIGHT_TOO]:
         print(f"{case.group.partitioner.value}: {case.case}\n", flush=True)
 

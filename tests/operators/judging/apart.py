@@ -79,7 +79,7 @@ def judge(
     Raises:
       ValueError: they have no such row.
     """
-    check_rows(without)
+    _check_rows(without)
     judged = _JUDGE.judge(cases, partitioner, without)
     if isinstance(judged, list):
         return judged
@@ -97,7 +97,7 @@ def judge(
     return apart
 
 
-def check_rows(names: Collection[str]) -> None:
+def _check_rows(names: Collection[str]) -> None:
     """Refuses names that no row of the tables of faults and of workarounds has."""
     if isinstance(names, str):
         raise ValueError(f"names of rows are {names!r}: give a tuple, ({names!r},)")
@@ -225,7 +225,7 @@ def left_out(names: Collection[str]) -> Iterator[None]:
     Raises:
       ValueError: the tables have no such row.
     """
-    check_rows(names)
+    _check_rows(names)
     faults = [row for row in check.PRESENT if row.name not in names]
     guarded = frozenset(op for row in faults for op in row.ops)
     kept = [row for row in workarounds.WORKAROUNDS if row.name not in names]

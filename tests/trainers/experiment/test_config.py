@@ -466,3 +466,6 @@ def test_a_file_read_again_sets_no_reference_back(params, tmp_path):
     assert config.undone() == []
     with pytest.raises(config.ConfigError, match=r"lm/big\.gin before mine\.gin"):
         config.load(["mine", "lm/big"])
+    params = ["Outer.first = @one.Twin()", "include 'lm/big'"]
+    with pytest.raises(config.ConfigError, match=r"'lm/big'` \(gin parameters\) reads"):
+        config.load(["lm/big"], params)

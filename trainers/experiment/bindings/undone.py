@@ -144,4 +144,6 @@ class Places:
 
 
 def _place(location: Location) -> str:
+    if not location.filename:
+        return "gin parameters"
     return f"{location.filename}:{location.line_num}"
