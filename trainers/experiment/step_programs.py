@@ -170,8 +170,8 @@ class StepPrograms:
     def _loss_graph(self) -> tf.Graph:
         eval_step = tf.function(self.eval_step, autograph=False)
         batch = NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch))
+        theta = self.abstract_state().theta  # Keras makes its optimizers' variables.
         with refusing_new_variables("eval"):
-            theta = self.abstract_state().theta
             return eval_step.get_concrete_function(theta, batch).graph
 
     def seed(self) -> np.ndarray:
