@@ -99,6 +99,10 @@ def note_changes(
       saved: the metadata of the checkpoint.
       batches: what the order of training batches depends on, now.
       config: the operative configuration now; "" if it is not known.
+
+    Raises:
+      ValueError: a pipeline has another number of rounds, and so its layers another
+        order in weights of the same shape.
     """
     known = saved.get("batches")
     known = known if isinstance(known, Mapping) else {}
@@ -112,10 +116,18 @@ def note_changes(
     if not config or not saved.get("config"):
         return  # Not built by gin.
     try:
+        before, now = parameters(saved["config"]), parameters(config)
         changed = changes(saved["config"], config)
     except (ValueError, TypeError):
         log.warning("the configuration in checkpoint step %d cannot be read", step)
         return
+    for name in sorted(before.keys() & now.keys()):
+        if name.endswith("Pipeline.num_repeats") and before[name] != now[name]:
+            raise ValueError(
+                f"{name} is {now[name]}, but checkpoint step {step} was saved with "
+                f"{before[name]}, by which its layers are in another order: set it to "
+                f"{before[name]}, or start anew in another model_dir"
+            )
     if changed:
         log_line(
             "the configuration differs from checkpoint step %d's: %s", step, changed

@@ -9,7 +9,11 @@ from meshwright.framework.modeling.layer import Context
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
-from meshwright.trainers.training.saved_config import changes, hyperparameters
+from meshwright.trainers.training.saved_config import (
+    changes,
+    hyperparameters,
+    note_changes,
+)
 from meshwright.trainers.training.start_notes import (
     start_notes,
     warn_of_no_plan,
@@ -124,3 +128,11 @@ def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog)
         "the configuration differs from checkpoint step 5's: "
         "x/CosineSchedule.start_value: 0.004 -> 0.01"
     )
+
+
+def test_a_pipeline_of_other_rounds_does_not_go_on():
+    saved = {"config": "lm/Pipeline.num_repeats = 2\n"}
+    note_changes(5, saved, {}, saved["config"])
+    message = "lm/Pipeline.num_repeats is 4, but checkpoint step 5 was saved with 2, by"
+    with pytest.raises(ValueError, match=message):
+        note_changes(5, saved, {}, "lm/Pipeline.num_repeats = 4\n")
