@@ -154,6 +154,7 @@ def test_a_candidate_that_cannot_be_built_is_a_refusal(tmp_path):
 
 
 def test_the_winner_names_the_modules_that_it_needs(small, monkeypatch):
+    monkeypatch.setattr(search_text, "imported", lambda: ())  # By other tests.
     assert "Nothing must be set." in search_text.winner(small, searched(small))
     monkeypatch.setattr(search_text, "imported", lambda: ("my_input", "my_models"))
     text = search_text.winner(small, searched(small)).replace("\n# ", " ")

@@ -18,7 +18,12 @@ from absl.testing import flagsaver
 from meshwright.trainers import plan, train
 from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
 from meshwright.trainers.experiment import config
-from meshwright.trainers.planning.search import search, search_main, search_worker
+from meshwright.trainers.planning.search import (
+    search,
+    search_main,
+    search_text,
+    search_worker,
+)
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search_screen import Screened
 from meshwright.trainers.planning.search.search_space import built
@@ -78,6 +83,12 @@ def run(tmp_path, *params, **more):
             **more,
         },
     )
+
+
+@pytest.fixture(autouse=True)
+def nothing_imported(monkeypatch):
+    """Other tests import modules, which a search would name in its commands."""
+    monkeypatch.setattr(search_text, "imported", lambda: ())
 
 
 def test_from_a_search_to_training(tmp_path, compiler, capsys, caplog):
