@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.sharding import SingleDeviceSharding
-from scheduled_ops import padded
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.memory import padded_bytes
 from meshwright.framework.compiler.hlo.roofline import moved_bytes
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices.hardware import TpuKind
@@ -43,7 +43,7 @@ def ops_of(module: HloModule, kind: TpuKind) -> Iterator[tuple[int, float]]:
     """Cycles that libtpu estimates, and cycles of memory, of each op of a program."""
     for op in module.inside[module.entry]:
         if op.cycles is not None:
-            moved = moved_bytes(module, op, size=padded)
+            moved = moved_bytes(module, op, size=padded_bytes)
             yield op.cycles, moved / kind.memory_bandwidth * kind.clock
 
 

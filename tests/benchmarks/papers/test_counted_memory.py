@@ -1,14 +1,8 @@
 """libtpu's cycles beside those of memory: read from a text like its own."""
 
-import pathlib
-import sys
-
-# Where a script finds its neighbours.
-sys.path.append(str(pathlib.Path(__file__).parents[3] / "benchmarks" / "papers"))
-
-from benchmarks.papers import counted_memory  # noqa: E402
-from meshwright.framework.compiler.hlo.hlo_text import HloModule  # noqa: E402
-from meshwright.framework.devices.hardware import TPU_KINDS  # noqa: E402
+from benchmarks.papers import counted_memory
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.devices.hardware import TPU_KINDS
 
 HLO = """
 HloModule program
