@@ -63,14 +63,17 @@ def test_of_the_checkpoint_only_weights_are_read(straight, monkeypatch):
 @pytest.mark.parametrize(
     "param,message",
     [
-        ("NUM_LAYERS = 2", r"theta\..* in this model"),
-        ("Experiment.ema = @ExponentialMovingAverage()", r"ema\..* is not in the ch"),
+        ("NUM_LAYERS = 2", r"model:\s+theta\..* in this model"),
+        (
+            "Experiment.ema = @ExponentialMovingAverage()",
+            r"moving average, with the same weights:\s+ema\..* is not in the ch",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(straight, capfd, param, message):
     _, folder = straight()
     assert call_main(folder, param, prompt=["de"]) == 1
-    message = rf"the checkpoint in \S+ is of another model:\s+{message}"
+    message = rf"the checkpoint in \S+ is of another {message}"
     assert re.search(message, capfd.readouterr().err)
 
 
