@@ -238,7 +238,7 @@ class Planned(Layout):
     @functools.cached_property
     def _dims(self) -> dict[int, tuple[str, ...]]:
         """By `id` of a variable: the names of its dims."""
-        split = {id(one.weight): one.dim for one in split_weights(self.model)}
+        split = split_dims(self.model)
         return {
             id(weight._value): names_of_dims(tuple(weight.shape), split.get(id(weight)))
             for weight in self.model.variables
@@ -354,21 +354,27 @@ def split_weights(model: Any) -> list[SplitWeight]:
 
     Layers are in the order in which their parents hold them.
     """
-    found: list[SplitWeight] = []
-    by_units: list[tuple[int, bool]] = []  # How many, and whether they are split.
     layers = list(_inner_layers(model))
+    weights = [
+        SplitWeight(weight=words, dim=0, rule=SplitRule.WORDS)
+        for _, layer in layers
+        if "Embedding" in _kinds(layer)
+        and (words := getattr(layer, "_embeddings", None)) is not None
+    ]
     products = [(parent, p) for parent, layer in layers if (p := _product_of(layer))]
-    number = itertools.count()
-    for _, layer in layers:
-        words = getattr(layer, "_embeddings", None)
-        if "Embedding" in _kinds(layer) and words is not None:
-            found.append(SplitWeight(weight=words, dim=0, rule=SplitRule.WORDS))
-        elif product := _product_of(layer):
-            split = product.split(by_units, _is_first_of_pair(products, next(number)))
-            found += [split] if split else []
-            is_split = split is not None and split.rule is SplitRule.UNITS
-            by_units.append((product.units, is_split))
-    return found
+    by_units: list[tuple[int, bool]] = []  # How many, and whether they are split.
+    for here, after in itertools.zip_longest(products, products[1:]):
+        product = here[1]
+        split = product.split(by_units, after is not None and _are_a_pair(here, after))
+        weights += [split] if split else []
+        is_split = split is not None and split.rule is SplitRule.UNITS
+        by_units.append((product.units, is_split))
+    return weights
+
+
+def split_dims(model: Any) -> dict[int, int]:
+    """The dim of each weight that tensor parallelism splits, by the weight's `id`."""
+    return {id(split.weight): split.dim for split in split_weights(model)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -426,13 +432,14 @@ class _Product:
         return SplitWeight(weight=self.kernel, dim=dim, rule=rule)
 
 
-def _is_first_of_pair(products: Sequence[tuple[Any, _Product]], number: int) -> bool:
-    """Whether the next layer takes the units of this one, and does not widen."""
-    (parent, first), rest = products[number], products[number + 1 :]
-    if not rest or rest[0][0] is not parent:
-        return False
-    second = rest[0][1]
-    return first.units == second.inputs and 0 < second.units <= second.inputs
+def _are_a_pair(here: tuple[Any, _Product], after: tuple[Any, _Product]) -> bool:
+    """Whether of layers with their parents one takes the other's units, not widening.
+
+    They have the same parent.
+    """
+    (parent, first), (other, second) = here, after
+    takes_units = first.units == second.inputs
+    return parent is other and takes_units and 0 < second.units <= second.inputs
 
 
 def _inner_layers(model: Any) -> Iterator[tuple[Any, Any]]:

@@ -20,7 +20,7 @@ from keras.src.initializers.random_initializers import RandomInitializer
 
 from meshwright.framework.functions.keras_layouts import (
     names_of_dims,
-    split_weights,
+    split_dims,
 )
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import (
@@ -428,7 +428,7 @@ def _dims(
     model: Any, variables: NestedMap, rows: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
     """The names of the dims of each variable, by its path in the nested map."""
-    split = {id(one.weight): one.dim for one in split_weights(model)}
+    split = split_dims(model)
     unused, dims = set(rows), {}
     for path, variable in variables.items_by_path():
         row = next((row for row in rows if re.search(row, variable.path)), None)
