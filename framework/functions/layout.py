@@ -177,23 +177,24 @@ class LayoutTable(Layout):
         Raises:
           ValueError: its row has another number of dims, or no axes of the mesh.
         """
-        for pattern, dims in self.rows.items():
-            if re.search(pattern, path_of(variable)):
-                rank = variable.shape.rank
-                if len(dims) != rank:
-                    raise ValueError(
-                        f"layout row {pattern!r} has {len(dims)} entries, and matches "
-                        f"{path_of(variable)!r}, which has {rank} dims: narrow the "
-                        "expression, or put a row for that variable before it"
-                    )
-                try:
-                    return Sharding.from_dims_mapping(mesh, dims, rank)
-                except ValueError as error:
-                    raise ValueError(
-                        f"layout row {pattern!r} for variable {path_of(variable)!r} of "
-                        f"shape {tuple(variable.shape)}: {error}"
-                    ) from None
-        return None
+        path, rank = path_of(variable), variable.shape.rank
+        pattern = self._row_of(path)
+        if pattern is None:
+            return None
+        dims = self.rows[pattern]
+        if len(dims) != rank:
+            raise ValueError(
+                f"layout row {pattern!r} has {len(dims)} entries, and matches "
+                f"{path!r}, which has {rank} dims: narrow the expression, or put a row "
+                "for that variable before it"
+            )
+        try:
+            return Sharding.from_dims_mapping(mesh, dims, rank)
+        except ValueError as error:
+            raise ValueError(
+                f"layout row {pattern!r} for variable {path!r} of shape "
+                f"{tuple(variable.shape)}: {error}"
+            ) from None
 
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """The row that is for it."""
