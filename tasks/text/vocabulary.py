@@ -37,19 +37,20 @@ class SpecialTokens(enum.Enum):
     T5 = "t5"
 
     @property
+    def in_model(self) -> tuple[int, int, int]:
+        """The ids of padding, start and end in a model; -1 for what it lacks."""
+        return (0, 1, 2) if self is SpecialTokens.WITH_START else (0, -1, 1)
+
+    @property
     def start_id(self) -> int:
-        """The id before a text's first token."""
-        return 1 if self is SpecialTokens.WITH_START else 0
+        """The id before a text's first token: the padding's, if there is no other."""
+        padding, start, _ = self.in_model
+        return padding if start < 0 else start
 
     @property
     def end_id(self) -> int:
         """The id after a text's last token."""
-        return 2 if self is SpecialTokens.WITH_START else 1
-
-    @property
-    def in_model(self) -> tuple[int, int, int]:
-        """The ids of padding, start and end in a model; -1 for what it lacks."""
-        return (0, 1, 2) if self is SpecialTokens.WITH_START else (0, -1, 1)
+        return self.in_model[2]
 
 
 @gin.register
