@@ -114,10 +114,10 @@ _CLOUD_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
 
 def _near(name: str) -> str:
     """For a message: the topology of what is named as a type of machine is, "v5e-8"."""
-    found = re.fullmatch(r"([a-z0-9]+?)(?:-|:)(\d+(?:x\d+)*)", name)
-    if found is None:
+    match = re.fullmatch(r"([a-z0-9]+?)(?:-|:)(\d+(?:x\d+)*)", name)
+    if match is None:
         return ""
-    kind, size = _CLOUD_NAMES.get(found[1], found[1]), found[2]
+    kind, size = _CLOUD_NAMES.get(match[1], match[1]), match[2]
     if kind in GPU_KINDS or "x" in size:
         known = kind in GPU_KINDS or kind in TPU_KINDS
         return f"; did you mean '{kind}:{size}'?" if known else ""

@@ -251,7 +251,7 @@ def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
             products[weight] = product
             for factor, root in zip(product.op.inputs, roots, strict=True):
                 number = numbers.setdefault(root.ref(), len(numbers))
-                factors[_entry(factor).ref()] = number
+                factors[_entry(factor, root).ref()] = number
     made = [ref.deref() for ref in numbers][len(given) :]
     kept = [g for n, g in enumerate(gradients[:end]) if n not in products]
     taken = [*args, *saved, *parts["cotangents"]]
@@ -376,10 +376,9 @@ def _root(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _entry(tensor: tf.Tensor) -> tf.Tensor:
+def _entry(tensor: tf.Tensor, root: tf.Tensor) -> tf.Tensor:
     """Where the value of a factor's root enters: behind ops that have other inputs."""
-    root = _root(tensor).ref()
-    while tensor.ref() != root and tensor.op.type != "IdentityN":
+    while tensor.ref() != root.ref() and tensor.op.type != "IdentityN":
         tensor = tensor.op.inputs[0]
     return tensor
 

@@ -78,7 +78,10 @@ def hyperparameters(text: str) -> dict[str, bool | float | str]:
 
 def changes(before: str, now: str) -> str:
     """The differences of two configurations, on one line; "" if there are none."""
-    old, new = parameters(before), parameters(now)
+    return _differences(parameters(before), parameters(now))
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     differ = [
         f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
@@ -117,7 +120,7 @@ def note_changes(
         return  # Not built by gin.
     try:
         before, now = parameters(saved["config"]), parameters(config)
-        changed = changes(saved["config"], config)
+        changed = _differences(before, now)
     except (ValueError, TypeError):
         log.warning("the configuration in checkpoint step %d cannot be read", step)
         return

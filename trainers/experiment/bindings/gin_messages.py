@@ -79,11 +79,10 @@ def message(text: str) -> str:
         r"Configurable '(.+?)' doesn't have a parameter .*'(.+)'", text
     ):
         configurable = gin.config._REGISTRY.get_match(match[1])
-        if new := _RENAMED.get(f"{short_name(configurable.selector)}.{match[2]}"):
+        name = f"{short_name(configurable.selector)}.{match[2]}"
+        if new := _RENAMED.get(name):
             return f"{text}\n  It is called {new!r} now."
-        if here := of_t5x.PARAMETERS.get(
-            f"{short_name(configurable.selector)}.{match[2]}"
-        ):
+        if here := of_t5x.PARAMETERS.get(name):
             return f"{text}\n  T5X's {match[2]} is {here!r} here."
         parameters = inspect.signature(configurable.wrapped).parameters
         return text + did_you_mean(match[2], parameters)
