@@ -118,10 +118,12 @@ class Difference:
 
     Args:
       before, after: the programs.
+      notes: what should be known of them.
     """
 
     before: Side
     after: Side
+    notes: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> list[TensorDifference]:
@@ -192,6 +194,7 @@ class Difference:
             rows["which takes, estimated"] = _times(*self.sent_seconds)
         width = max(map(len, rows))
         yield from (f"  {what:<{width}}  {change}" for what, change in rows.items())
+        yield from (f"  note: {note}" for note in self.notes)
         tensors, sent = self.tensors, self.collectives
         yield f"Tensors with another sharding: {len(tensors)}" + _of(tensors)
         for tensor in tensors[:_LARGEST]:

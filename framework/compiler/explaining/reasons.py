@@ -62,6 +62,12 @@ _NO_TENSOR = frozenset({"XLA_Args", "XLA_Retvals", "?"})
 _NAMELESS = (EDGE, "stablehlo.constant", "sdy.constant", WHILE)
 
 
+def of_state(given: Mapping[int, Sharding | None]) -> dict[Spot, Sharding | None]:
+    """For carried leaves, by number, the same sharding as argument and as result."""
+    kinds = (Kind.ARGUMENT, Kind.RESULT)
+    return {Spot(kind, number): of for number, of in given.items() for kind in kinds}
+
+
 class Reasons:
     """A program, completed in this process, with the reason of each axis.
 
@@ -70,6 +76,8 @@ class Reasons:
       plain: see `PassResults`.
       changes: shardings that tensors get in the place of their own: None takes an
         annotation away, and leaves an argument or a result to completion.
+      left: numbers of the carried leaves whose forms, now fixed, completion chose;
+        None: those that the program's notes name.
 
     Raises:
       LoweringError: Shardy cannot complete the program.
@@ -81,13 +89,15 @@ class Reasons:
         written: Written,
         plain: bytes,
         changes: Mapping[Spot, Sharding | None] | None = None,
+        left: frozenset[int] | None = None,
     ):
         if written.mesh.size == 1:
             raise ValueError(
                 f"{written.signature.name}: the mesh ({written.mesh}) has one device, "
                 "so no tensor is split and there is nothing to explain"
             )
-        self.written, self.plain = written, plain
+        self.written, self.plain, self.changes = written, plain, changes or {}
+        self.left = written.left if left is None else left
         self.mesh, self.sources = written.mesh, written.signature.sources
         self._borders = {
             Kind.ARGUMENT: [form and form.border for form in written.in_forms],
@@ -106,7 +116,7 @@ class Reasons:
             self.trips = {
                 place: trips(op) for place, op in ops.items() if op.name == WHILE
             }
-            for spot, sharding in (changes or {}).items():
+            for spot, sharding in self.changes.items():
                 self._change(ops, spot, sharding)
             blame = Blame(written.signature.name, self.sources)
             write_for_shardy(blame, module, self.mesh, *self._borders.values())
@@ -117,10 +127,6 @@ class Reasons:
         """Enters the MLIR context of the completed module."""
         with self._context, ir.Location.unknown():
             yield
-
-    def changed(self, changes: Mapping[Spot, Sharding | None]) -> Reasons:
-        """The same program with other annotations."""
-        return Reasons(self.written, self.plain, changes)
 
     def _change(self, ops, spot: Spot, sharding: Sharding | None) -> None:
         if spot.kind is not Kind.INSIDE:
@@ -318,7 +324,7 @@ class Reasons:
             return None
         kind = Kind(origin.kind.value)
         number = self._paths[kind].index(origin.name)
-        if not self._is_settled(kind, number):
+        if number not in self.left:
             return None
         before = self._unsettled
         with before.opened():
@@ -328,24 +334,13 @@ class Reasons:
     def was_left(self, place: Place) -> bool:
         """Whether a place is state whose form, now fixed, completion chose."""
         at = self._at(place)
-        return at is not None and self._is_settled(*at)
-
-    def _is_settled(self, kind: Kind, number: int) -> bool:
-        is_fixed = self._borders[kind][number] is not None
-        form = self.written.form(kind, number)
-        return is_fixed and self.written.notes.is_completed(number, form)
+        return at is not None and at[1] in self.left
 
     @functools.cached_property
     def _unsettled(self) -> Reasons:
         """The program with the state left to completion that was once left to it."""
-        return self.changed(
-            {
-                Spot(kind, number): None
-                for kind in self._borders
-                for number in self.written.notes.completed
-                if self._is_settled(kind, number)
-            }
-        )
+        changes = {**self.changes, **of_state(dict.fromkeys(self.left))}
+        return Reasons(self.written, self.plain, changes, frozenset())
 
     def trail(self, place: Place, axis: str) -> list[Arrival]:
         """How an axis came to a place, from where it begins."""
@@ -489,8 +484,13 @@ class Reasons:
             line=0,
             sharding=self._borders[kind][number],
             kept_from=self.kept_from(place),
-            note=self.written.giver(kind, number),
+            note=self._giver(kind, number),
         )
+
+    def _giver(self, kind: Kind, number: int) -> str:
+        if Spot(kind, number) in self.changes and number not in self.left:
+            return "what was asked for"
+        return self.written.giver(kind, number)
 
     def _asked(self, place: ir.Value) -> Sharding:
         asked = self.recorded.sharding(place)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.framework.compiler.explaining.difference import (
@@ -18,11 +19,12 @@ from meshwright.framework.compiler.explaining.provenance import (
     TensorLayout,
     Transfer,
 )
-from meshwright.framework.compiler.explaining.reasons import Reasons
+from meshwright.framework.compiler.explaining.reasons import Reasons, of_state
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.explaining.why import find
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
 from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.compiler.stablehlo.settle import even
 from meshwright.framework.devices.links import Links
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -47,15 +49,18 @@ def what_if(
       shardings: by the name of a tensor (`why.find`) its new sharding: a dims
         mapping as `mesh_split` takes it, or a `Sharding`. An annotation's takes the
         place of its own; None takes an annotation away, and leaves an argument or a
-        result to completion.
+        result to completion. A variable's name is that of its argument and of its
+        result, and other variables that completion placed, such as its slots, are
+        completed anew.
       topology: of the mesh's size, such as "v3:8x16", for estimated times.
 
     Returns:
-      The difference, from the program as it is to the one asked for.
+      The difference, from the program as it is to the one asked for; its notes say what
+      stays as it is, though it might not in a program that is so annotated.
 
     Raises:
       ValueError: no such tensor, or several; a sharding that does not fit the tensor;
-        or no such topology.
+        two for one variable; or no such topology.
       LoweringError: Shardy cannot complete the program so.
     """
     reasons = program.reasons
@@ -65,12 +70,61 @@ def what_if(
     for name, asked in shardings.items():
         tensor = _only(reasons, name)
         sharding = _sharding(reasons, tensor, asked)
-        changes[reasons.spot(tensor)] = sharding
+        for spot in _spots(reasons, tensor):
+            if changes.setdefault(spot, sharding) != sharding:
+                raise ValueError(
+                    f"{name} is asked for twice, as {changes[spot]} and as {sharding}: "
+                    "the argument and the result of state have the same sharding"
+                )
         texts.append(f"{name} {sharding or 'left to completion'}")
-    return compare(
+    difference = compare(
         (reasons.name, reasons),
-        (f"with {', '.join(texts)}", reasons.changed(changes)),
+        (f"with {', '.join(texts)}", changed(reasons, changes)),
         links,
+    )
+    notes = tuple(
+        _kept(
+            reasons,
+            changes,
+            are_sharded=bool(program.updates and program.updates.sharded),
+        )
+    )
+    return dataclasses.replace(difference, notes=notes)
+
+
+def changed(reasons: Reasons, changes: Mapping[Spot, Sharding | None]) -> Reasons:
+    """A program with other shardings.
+
+    State that completion placed, or that `changes` leave to it, is completed anew, in
+    the same form as argument and as result: as in a program that is so annotated.
+
+    Args:
+      reasons: of the program.
+      changes: see `Reasons`.
+
+    Raises:
+      LoweringError: Shardy cannot complete the program so.
+    """
+    changes = {**reasons.changes, **changes}
+    carried = {
+        spot.number: sharding
+        for spot, sharding in changes.items()
+        if spot.kind is not Kind.INSIDE and spot.number < reasons.written.notes.carried
+    }
+    left = frozenset(n for n, sharding in carried.items() if sharding is None)
+    left |= reasons.left - carried.keys()
+    opened = {**changes, **of_state(dict.fromkeys(left))}
+    completed = Reasons(reasons.written, reasons.plain, opened, frozenset())
+    if not left:
+        return completed
+    with completed.opened():
+        settled = {}
+        for number in left:
+            place = completed.argument_place(number)
+            sharding = completed.recorded.sharding(place)
+            settled[number] = even(sharding, completed.mesh, completed.shape(place))
+    return Reasons(
+        reasons.written, reasons.plain, {**opened, **of_state(settled)}, left
     )
 
 
@@ -85,9 +139,36 @@ def compare(
     return Difference(before=sides[0], after=sides[1])
 
 
+def _spots(reasons: Reasons, tensor: TensorLayout) -> list[Spot]:
+    """Where a tensor is; of state both the argument and the result."""
+    spot = reasons.spot(tensor)
+    if spot.kind is Kind.INSIDE or spot.number >= reasons.written.notes.carried:
+        return [spot]
+    return [*of_state({spot.number: None})]
+
+
+def _kept(
+    reasons: Reasons, changes: Mapping[Spot, Sharding | None], *, are_sharded: bool
+) -> Iterator[str]:
+    """What stays as it is, though it might not in a program that is so annotated."""
+    kept: dict[str, int] = {}
+    for number, form in enumerate(reasons.written.in_forms):
+        if form and form.kept_from and Spot(Kind.ARGUMENT, number) not in changes:
+            kept[form.kept_from] = kept.get(form.kept_from, 0) + 1
+    for program, count in kept.items():
+        stay = "1 argument stays" if count == 1 else f"{count} arguments stay"
+        yield f"{stay} as {program} keeps {'it' if count == 1 else 'them'}"
+    if are_sharded:
+        yield (
+            "weight updates stay in shards as they are: trace the program with these "
+            "shardings to have them decided anew"
+        )
+
+
 def _only(reasons: Reasons, name: str) -> TensorLayout:
+    """The tensor of a name; of state, its argument."""
     found = find(reasons, name)
-    if len(found) > 1:
+    if len({frozenset(_spots(reasons, tensor)) for tensor in found}) > 1:
         names = ", ".join(repr(tensor.name) for tensor in found[:6])
         raise ValueError(
             f"{reasons.name} has {len(found)} tensors {name!r}: {names}; name one"

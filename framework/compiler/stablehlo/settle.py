@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
@@ -42,7 +44,8 @@ def settle_state(module: Module, carried: int) -> None:
         completed = module.completed().arguments
         for number in left:
             spec = specs[number]
-            form = StoredForm.of(spec, _even(completed[number], module, spec))
+            sharding = even(completed[number], module.mesh, spec.shape)
+            form = StoredForm.of(spec, sharding)
             arguments[number] = results[number] = form
         module.notes = dataclasses.replace(module.notes, completed=frozenset(left))
         module.write()
@@ -69,15 +72,14 @@ def _check_given(module: Module, number: int) -> None:
         )
 
 
-def _even(sharding: Sharding | None, module: Module, spec: tf.TensorSpec) -> Sharding:
+def even(sharding: Sharding | None, mesh: DeviceMesh, shape: Sequence[int]) -> Sharding:
     """`sharding` without dims that are split unevenly, or by parts of axes."""
     if sharding is None:
-        return Sharding.replicated(module.mesh, spec.shape.rank)
-    names = module.mesh.axis_names
+        return Sharding.replicated(mesh, len(shape))
     dims = tuple(
-        axes if padded == size and set(axes) <= set(names) else ()
+        axes if padded == size and set(axes) <= set(mesh.axis_names) else ()
         for axes, padded, size in zip(
-            sharding.dims, sharding.padded_shape(spec.shape), spec.shape, strict=True
+            sharding.dims, sharding.padded_shape(shape), shape, strict=True
         )
     )
     return dataclasses.replace(sharding, dims=dims)

@@ -69,6 +69,15 @@ class Written:
         """The stored form of an argument or a result."""
         return (self.in_forms if kind is Kind.ARGUMENT else self.out_forms)[number]
 
+    @property
+    def left(self) -> frozenset[int]:
+        """Numbers of the carried leaves whose forms completion, and no pass, chose."""
+        return frozenset(
+            number
+            for number in self.notes.completed
+            if self.notes.is_completed(number, self.in_forms[number])
+        )
+
     def giver(self, kind: Kind, number: int) -> str:
         """See `FormNotes.giver`."""
         return self.notes.giver(kind, number, self.form(kind, number))

@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.framework.compiler.explaining.competitions import competitions
 from meshwright.framework.compiler.explaining.provenance import Decided, OriginKind
+from meshwright.framework.compiler.explaining.what_if import changed
 from meshwright.framework.compiler.explaining.why import find
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.compiler.stablehlo.shardy.meetings import meetings
@@ -174,7 +175,7 @@ def removed(reasons, random) -> collections.Counter:
     (tensor,) = (
         t for t in reasons.tensors if (t.kind, t.name) == (Kind(kind), origin.name)
     )
-    without = reasons.changed({reasons.spot(tensor): None})
+    without = changed(reasons, {reasons.spot(tensor): None})
     after = {(key, p.axis, p.dim): p.origin for key, p in inferred(without)}
     outcomes = collections.Counter()
     for key, one in inferred(reasons):

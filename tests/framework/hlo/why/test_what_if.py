@@ -92,6 +92,76 @@ def test_of_a_result_the_sharding_can_be_asked_for():
     assert result.after.bytes_per_device * 2 == result.before.bytes_per_device
 
 
+ROWS = {"^w_out": ["Y", None]}
+
+
+def stepped(rows, **how):
+    """A step of momentum SGD, whose slots have no row."""
+    weights = {
+        name: tf.Variable(tf.ones(shape), name=name)
+        for name, shape in [("w_in", [M, H]), ("w_out", [H, M])]
+    }
+    slots = {
+        n: tf.Variable(tf.zeros(w.shape), name=f"m_{n}") for n, w in weights.items()
+    }
+
+    def step(x):
+        x = mw.mesh_split(x, MESH, ["X", None])
+        with tf.GradientTape() as tape:
+            hidden = tf.nn.relu(x @ weights["w_in"])
+            loss = tf.reduce_sum((hidden @ weights["w_out"]) ** 2)
+        for name, gradient in tape.gradient(loss, weights).items():
+            slots[name].assign(0.9 * slots[name] + gradient)
+            weights[name].assign_sub(0.1 * slots[name])
+        return loss
+
+    return mw.function(step, MESH, layout=rows, **how).program(tf.ones([8, M]))
+
+
+def shardings(side):
+    return {name: tensor.sharding for name, tensor in side.tensors.items()}
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_of_a_variable_it_says_what_the_program_with_that_row_does(partitioner):
+    """Its slot and what completion gave other variables follow."""
+    with_row = stepped(ROWS, partitioner=partitioner)
+    none = stepped({}, partitioner=partitioner)
+    asked = mw.what_if(none, {"w_out": ["Y", None]})
+    assert shardings(asked.after) == shardings(mw.what_if(with_row, {}).after)
+    slot = named(asked.tensors, "argument 0.m_w_out")
+    assert (slot.before.sharding, slot.after.sharding) == ("[_,_]", "[Y,_]")
+    (origin,) = slot.after.origins
+    assert "argument 0.w_out [Y,_], by what was asked for" in str(origin)
+    assert named(asked.tensors, "result state.m_w_in").after.sharding == "[_,Y]"
+    assert not asked.notes
+    back = mw.what_if(with_row, {"w_out": None})
+    assert shardings(back.after) == shardings(asked.before)
+    assert back.sent_bytes == asked.sent_bytes[::-1]
+
+
+def test_what_stays_as_it_is_is_noted():
+    all_of_them = mw.UpdateSharding(mode=mw.WeightUpdateSharding.ALL, data_axes=["X"])
+    updated = stepped({}, update_sharding=all_of_them)
+    assert updated.updates.sharded
+    (note,) = mw.what_if(updated, {"w_out": ["Y", None]}).notes
+    assert "weight updates stay in shards as they are" in note
+    w = tf.Variable(tf.ones([M, H]), name="w")
+    first = mw.function(lambda x: x @ w, MESH, layout={"^w": [None, "Y"]}, name="first")
+    first(tf.ones([8, M]))
+    later = mw.function(lambda x: x @ w, MESH, name="later").program(tf.ones([8, M]))
+    assert mw.what_if(later, {"argument 3.0": ["X", None]}).notes == (
+        "1 argument stays as first keeps it",
+    )
+    assert not mw.what_if(later, {"w": [None, "X"]}).notes
+
+
+def test_a_variable_has_one_sharding():
+    asked = {"argument 0.w_in": [None, "X"], "result state.w_in": [None, "Y"]}
+    with pytest.raises(ValueError, match=r"asked for twice, as \[_,X\] and as \[_,Y\]"):
+        mw.what_if(stepped({}), asked)
+
+
 def test_nothing_changes_where_nothing_is_asked_for():
     difference = mw.what_if(kept("looped"), {})
     assert not difference.tensors and not difference.collectives
@@ -155,5 +225,5 @@ def test_an_explanation_cannot_be_compared_with_what_is_only_traced():
 def test_a_difference_is_of_plain_values():
     difference = mw.what_if(of_plan(), {"Relu": [None, "X"]})
     fields = dataclasses.asdict(difference)
-    assert set(fields) == {"before", "after"}
+    assert set(fields) == {"before", "after", "notes"}
     assert fields["after"]["tensors"]["Relu"]["sharding"] == "[_,X]"
