@@ -44,12 +44,14 @@ from meshwright.framework.functions.keras_layouts import (
     layout_of,
 )
 from meshwright.framework.functions.keras_plan import FitPlan, check_topology
-from meshwright.framework.functions.layout import Layout, LayoutTable
+from meshwright.framework.functions.layout import Layout, LayoutTable, path_of
+from meshwright.framework.functions.mesh_variable import placed
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
+from meshwright.framework.sharding.sharding import Sharding
 
-__all__ = ["backup", "distribute", "plan", "program"]
+__all__ = ["backup", "distribute", "plan", "program", "shardings"]
 
 _FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 _SLOT = "momentum|velocity|accumulator|average|^.?(adam|sgd|rmsprop|ada|nadam|lion)"
@@ -179,6 +181,17 @@ class _Distributed:
         return ""
 
     def _check_runs_compiled(self) -> None:
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                f"{self.model.name} is used in the scope of a tf.distribute."
+                f"{type(tf.distribute.get_strategy()).__name__}, which splits batches "
+                "in place of the mesh: leave the scope"
+            )
+        optimizer = getattr(self.model, "optimizer", None)
+        made_under = getattr(optimizer, "_distribution_strategy", None)
+        if made_under not in (None, tf.distribute.get_strategy()):
+            what = f"the optimizer of {self.model.name}"
+            raise ValueError(under_strategy(what, made_under))
         if self.model.run_eagerly:
             raise ValueError(
                 f"{self.model.name}: run_eagerly is True, and a model on a mesh is "
@@ -305,6 +318,24 @@ def distribute(
         _replace(made, name, method)
     share_files(model)
     return model
+
+
+def shardings(model: Any) -> dict[str, Sharding | None]:
+    """How the programs of a model have placed its variables.
+
+    Args:
+      model: a Keras model.
+
+    Returns:
+      By path, in Keras's order, the sharding of each variable of the model and its
+      optimizer; None of a variable that no program has used yet.
+
+    Raises:
+      TypeError: it is no Keras model of the TensorFlow backend.
+    """
+    _check_model(model)
+    values = {path_of(v): placed(v) for v in variables_of(model)}
+    return {path: v and v.form and v.form.border for path, v in values.items()}
 
 
 def program(

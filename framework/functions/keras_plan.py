@@ -8,10 +8,12 @@ import functools
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.roofline import roofline
+from meshwright.framework.compiler.hlo.step_errors import error_text
 from meshwright.framework.compiler.hlo.step_time import StepTime, step_time
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.devices.gpu_topology import GpuTopology
+from meshwright.framework.devices.hardware import GpuKind, TpuKind
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sizes import bytes_text
@@ -35,9 +37,14 @@ class FitPlan:
         return self.program.memory().peak
 
     @property
+    def kind(self) -> TpuKind | GpuKind:
+        """What the topology's devices are."""
+        return topology(self.topology).kind
+
+    @property
     def memory_limit(self) -> int:
         """Bytes that a device has."""
-        return topology(self.topology).kind.memory
+        return self.kind.memory
 
     @functools.cached_property
     def time(self) -> StepTime:
@@ -53,7 +60,8 @@ class FitPlan:
         lines = [
             f"{self.program.name} on {self.topology}, mesh {self.program.mesh}",
             f"  memory of a device, compiled: {held} of {limit}",
-            f"  step, estimated: {self.time.seconds * 1e3:.3g} ms",
+            f"  step, estimated: {self.time}",
+            f"    {error_text(self.kind)}",
         ]
         groups: dict[str, list[int]] = collections.defaultdict(list)
         for sent in self.program.collectives():

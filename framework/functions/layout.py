@@ -241,11 +241,13 @@ class FullySharded(Layout):
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """That the largest dim is split, or why it is not."""
         largest, count = max(variable.shape, default=1), mesh.axes_size(self.axes)
-        if largest >= count:
+        if largest < count:
+            return f'"fsdp" splits no dim shorter than {count}, its number of devices'
+        if any(size % count == 0 for size in variable.shape):
             return (
                 'the layout "fsdp", which splits the largest dim that its axes divide'
             )
-        return f'"fsdp" splits no dim shorter than {count}, the number of its devices'
+        return 'the layout "fsdp", which pads the largest dim, as its axes divide none'
 
 
 def layout_notes(

@@ -221,6 +221,12 @@ def _assign(variable: tf.Variable, value) -> None:
         )
 
 
+def placed(variable: Any) -> MeshValue | None:
+    """A variable's value, once a program has placed it on a mesh; None for all else."""
+    value = getattr(variable, "__dict__", {}).get(_VALUE)
+    return value if value is not None and value.array is not None else None
+
+
 def value_of(variable: tf.Variable) -> MeshValue:
     """The variable's value, for programs; from now on it may be on a mesh.
 

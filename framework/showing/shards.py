@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 
 import jax
+import tensorflow as tf
 
+from meshwright.framework.functions.mesh_variable import placed
 from meshwright.framework.markup import color_of
 
 _COLUMNS = 80
@@ -115,23 +117,26 @@ class ShardPicture:
         return f'<td style="{style}" title="[{bounds}]">{_ids(cell.devices)}</td>'
 
 
-def visualize(array: jax.Array) -> ShardPicture:
+def visualize(array: jax.Array | tf.Variable) -> ShardPicture:
     """Which of its devices hold which part of an array, drawn.
 
     A notebook shows what is returned as a coloured table, a terminal at the prompt as
     text of 80 columns; `print` has no colours.
 
     Args:
-      array: on devices, as programs return it and `program.shard` makes it.
+      array: on devices, as programs return it and `program.shard` makes it; or a
+        variable, of Keras or of TF, that a program has placed on a mesh.
 
     Raises:
       TypeError: it is no such array.
     """
+    if variable := placed(getattr(array, "value", None)) or placed(array):
+        array = variable.array
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(
             "visualize takes an array on devices, as a program returns it; this is of "
             f"type {type(array).__name__}: program.shard(...) puts host arrays onto a "
-            "mesh"
+            "mesh, the first call of a program its variables"
         )
     holders: dict[tuple, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():

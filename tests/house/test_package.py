@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "framework.markup",
         "framework.sharding",
         "framework.compiler",
+        "framework.functions",
     ),
     "framework": ("framework",),
     "layers": ("framework",),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.framework.compiler.hlo.out_of_memory import REMEDY
+from meshwright.framework.compiler.hlo.step_errors import seen_text
 from meshwright.framework.sizes import bytes_text
 from meshwright.layers.stacks.pipelines.pipeline_schedule import (
     PipelineOrder,
@@ -230,11 +231,7 @@ def _error_text(document: Document) -> str:
             "measured"
         )
     if error is None and (seen := document["seen_error"]) is not None:
-        return (
-            f"error unknown; of the published TPU {seen['tpu']} steps of "
-            f"{seen['kind']}, {seen['steps']} of which were compared, the worst is off "
-            f"by {share_text(seen['worst'])}"
-        )
+        return seen_text(seen["tpu"], seen["steps"], seen["worst"])
     if error is None:
         return "error unknown, as no measured step of such devices was compared"
     least, most = (seconds_text(step * (1 + sign * error["worst"])) for sign in (-1, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Iterator, Sequence
 
 from meshwright.framework.compiler.explaining.competitions import competitions
@@ -89,8 +90,10 @@ class Answer:
             yield f"  is not split {along}".rstrip() + _ALONE
         if tensor.note and not reason.provenances:
             yield f"  {tensor.note}"
-        for one in reason.provenances:
-            yield from provenance_lines(one)
+        for _, alike in itertools.groupby(
+            reason.provenances, lambda one: (one.dim, one.origin, one.way)
+        ):
+            yield from _provenance_lines(list(alike))
         for one in reason.competitions:
             yield from competition_lines(one)
         for one in reason.transfers:
@@ -222,10 +225,12 @@ def _with_update(reason: TensorReason, updates: UpdateReport) -> TensorReason:
     return dataclasses.replace(reason, update=text)
 
 
-def provenance_lines(provenance: Provenance) -> Iterator[str]:
-    """What an axis comes from, and the way it took."""
-    yield f"  {provenance.axis} on dim {provenance.dim} is from {provenance.origin}"
-    for hop in _shortened(provenance.way):
+def _provenance_lines(alike: Sequence[Provenance]) -> Iterator[str]:
+    """What axes of a dim come from, and the way they took together."""
+    axes, first = ", ".join(one.axis for one in alike), alike[0]
+    verb = "is" if len(alike) == 1 else "are"
+    yield f"  {axes} on dim {first.dim} {verb} from {first.origin}"
+    for hop in _shortened(first.way):
         yield f"      {hop}"
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from meshwright.framework.devices.hardware import GpuKind, TpuKind
+
 MEASURED_KIND = "v3"
 """The only kind of TPU on which steps of all kinds of models were measured."""
 
@@ -67,3 +69,28 @@ SEEN_ERRORS = {
 The steps are MaxText's (`benchmarks/papers/maxtext_rows.py`); nothing was fitted to
 them.
 """
+
+
+def seen_text(tpu: str, steps: int, worst: float) -> str:
+    """What is known of estimates for a kind of TPU with steps in `SEEN_ERRORS`."""
+    which = (
+        f"the worst of the {steps} published TPU {tpu} steps that were compared, all"
+        if steps > 1
+        else f"the only published TPU {tpu} step that was compared,"
+    )
+    return f"error unknown; {which} of dense Transformers, is off by {worst:.1%}"
+
+
+def error_text(kind: TpuKind | GpuKind) -> str:
+    """How far an estimate for a kind of device may be off, for any kind of model."""
+    if isinstance(kind, GpuKind):
+        return "by roofline, which real steps exceed; no step was compared"
+    if kind.name == MEASURED_KIND:
+        return (
+            f"published TPU v3 steps are off by {ALL_STEPS.mean:.0%} on average, by "
+            f"{ALL_STEPS.worst:.0%} at worst"
+        )
+    if kind.name in SEEN_ERRORS:
+        seen = SEEN_ERRORS[kind.name]
+        return seen_text(kind.name, seen.steps, seen.worst)
+    return "error unknown, as no measured step of such devices was compared"

@@ -133,9 +133,11 @@ class CollectiveTime:
         return self.collective.op_name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class StepTime:
     """Where the time of one call of a program goes; all devices take the same.
+
+    Its `str` has the total and the parts, in milliseconds.
 
     Args:
       ops: the ops that compute.
@@ -159,10 +161,22 @@ class StepTime:
             parts[c.kind] = parts.get(c.kind, 0.0) + c.exposed
         return parts
 
+    def __str__(self) -> str:
+        parts = sorted(self.parts().items(), key=lambda part: -part[1])
+        texts = [f"{name} {_milliseconds(took)}" for name, took in parts if took]
+        return f"{_milliseconds(self.seconds)} ms: {', '.join(texts)}"
+
+    def __repr__(self) -> str:
+        return f"<StepTime {self}>"
+
     def all(self) -> Iterator[OpTime | CollectiveTime]:
         """Ops and collectives; their `exposed` times add up to the call's."""
         yield from self.ops
         yield from self.collectives
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
 
 
 def step_time(module: HloModule, mesh: DeviceMesh, order: DeviceOrder) -> StepTime:

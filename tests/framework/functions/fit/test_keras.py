@@ -397,6 +397,13 @@ def test_what_was_made_for_a_strategy_is_refused():
     model = keras.Sequential([LAYERS.Input((3,)), dense])
     with pytest.raises(ValueError, match="mirrored/kernel was made in the scope of"):
         distribute(model, MESH)
+    model = distribute(network(), MESH)
+    with scope():
+        model.compile("adam", "mse")
+        with pytest.raises(ValueError, match="used in the scope of .*: leave the s"):
+            model.fit(X, Y, **FIT)
+    with pytest.raises(ValueError, match="the optimizer of .* was made in the scope"):
+        model.fit(X, Y, **FIT)
 
 
 def test_rows_for_slots_are_looked_for_in_the_optimizer():

@@ -1,5 +1,7 @@
 """Rows of a layout and reports have Keras's paths, and say what decided."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -194,9 +196,27 @@ def test_what_a_layout_leaves_has_a_reason(layout, name, why):
     assert why in str(program.why(f"argument 0.tiny/{name}"))
 
 
+def test_where_variables_are():
+    """By path, and drawn."""
+    model = compiled("called")
+    mw.keras.distribute(model, MESH, "fsdp")
+    kernel = model.first.up.kernel
+    assert mw.keras.shardings(model)[kernel.path] is None
+    with pytest.raises(TypeError, match="the first call of a program its variables"):
+        mw.visualize(kernel)
+    fitted(model)
+    placed = mw.keras.shardings(model)
+    assert [*placed] == [v.path for v in (*model.variables, *model.optimizer.variables)]
+    split = {path: str(sharding) for path, sharding in placed.items()}
+    assert split[kernel.path] == "[_,data.model]"
+    assert mw.visualize(kernel).across == "dim 1 in 8 (data, model)"
+    assert str(mw.visualize(kernel.value)) == str(mw.visualize(kernel))
+
+
 UNITS = 'the layout "tensor", which splits feed-forward layers by units'
 INPUTS = 'the layout "tensor", which splits by inputs a layer that follows one split'
 LARGEST = 'the layout "fsdp", which splits the largest dim that its axes divide'
+PADDED = 'the layout "fsdp", which pads the largest dim, as its axes divide none'
 PLAN = mw.ShardingPlan(
     mesh_axes=MESH.axis_names,
     mesh_shape=MESH.shape,
@@ -206,17 +226,18 @@ PLAN = mw.ShardingPlan(
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "why"),
+    ("units", "layout", "name", "why"),
     [
-        ("tensor", "a/kernel", UNITS),
-        ("tensor", "b/kernel", INPUTS),
-        ("fsdp", "a/kernel", LARGEST),
-        (PLAN, "a/kernel", "the plan, for which its dims are [fsdp, tensor]"),
+        (32, "tensor", "a/kernel", UNITS),
+        (32, "tensor", "b/kernel", INPUTS),
+        (32, "fsdp", "a/kernel", LARGEST),
+        (13, "fsdp", "a/kernel", PADDED),
+        (32, PLAN, "a/kernel", "the plan, for which its dims are [fsdp, tensor]"),
     ],
-    ids=["units", "inputs", "fsdp", "plan"],
+    ids=["units", "inputs", "fsdp", "padded", "plan"],
 )
-def test_what_a_layout_splits_has_its_rule_as_reason(layout, name, why):
-    _, program = two(32, layout, weight_update_sharding="off")
+def test_what_a_layout_splits_has_its_rule_as_reason(units, layout, name, why):
+    _, program = two(units, layout, weight_update_sharding="off")
     assert f"], by {why}" in str(program.why(f"argument 0.tiny/{name}"))
 
 
@@ -310,7 +331,10 @@ def test_a_step_is_planned_for_devices_that_are_not_here():
     plan = mw.keras.plan(compiled("called"), MESH, ROWS, topology="v5e:2x4", x=X, y=Y)
     assert 0 < plan.memory < 2**24 < plan.memory_limit
     assert 0 < plan.time.seconds < 1
-    assert "step, estimated:" in str(plan) and "all-reduce along" in str(plan)
+    lines = str(plan).splitlines()
+    assert re.match(r"  step, estimated: [\d.e-]+ ms: .*\bmatrix [\d.e-]+", lines[2])
+    assert "the only published TPU v5e step that was compared" in lines[3]
+    assert "all-reduce along" in str(plan) and len(repr(plan.time)) < 200
     model = compiled("called")
     mw.keras.plan(model, MESH, ROWS, topology="v5e:2x4", x=X, y=Y)
     for use in (fitted, lambda model: model.predict(X, verbose=0)):
