@@ -194,7 +194,12 @@ class MeshFunction:
                     by = Partitioner(options.get("partitioner", Partitioner.SHARDY))
                     with tracing_for_devices(options.get("devices"), by):
                         traced = trace(
-                            self._fn, (args, kwargs), specs, paths=paths, name=self.name
+                            self._fn,
+                            (args, kwargs),
+                            specs,
+                            paths=paths,
+                            name=self.name,
+                            keeps=self._layout.keeps,
                         )
                     with LOCK:
                         self._compiled[key] = self._compile(traced)

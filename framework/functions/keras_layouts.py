@@ -283,6 +283,16 @@ class StepLayout(Layout):
             for variable in known:
                 self.layout.sharding_of(variable, self.mesh)
 
+    def keeps(self, variable: tf.Variable) -> bool:
+        """Whether an optimizer or a metric of Keras itself made it, in the first step.
+
+        Layers, and classes of others, may also write to what they make, which TF drops
+        with the first of two traces.
+        """
+        parts = [self.model.optimizer, *self.model.metrics]
+        own = [part for part in parts if type(part).__module__.startswith("keras.")]
+        return any(v._value is variable for part in own for v in part.variables)
+
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
     ) -> None:

@@ -8,7 +8,7 @@ import gc
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -69,6 +69,9 @@ class Layout:
 
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
         """Raises ValueError if it does not fit the variables of the program `name`."""
+
+    keeps: Callable[[tf.Variable], bool] | None = None
+    """Whether a variable that a trace made is there for the next call; see `trace`."""
 
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import threading
@@ -18,6 +19,7 @@ from tensorflow.python.framework.auto_control_deps_utils import (
 )
 from tensorflow.python.framework.composite_tensor import CompositeTensor
 from tensorflow.python.ops.op_selector import UnliftableError
+from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.captures import (
@@ -101,6 +103,7 @@ def trace(
     *,
     paths: Sequence[str],
     name: str,
+    keeps: Callable[[tf.Variable], bool] | None = None,
 ) -> Traced:
     """Traces a function as TF does: it may create variables when it is first called.
 
@@ -110,6 +113,9 @@ def trace(
       leaves: of the structure: a `tf.TensorSpec` for each tensor, Python values.
       paths: of the leaves, for messages.
       name: for messages.
+      keeps: whether a variable that the function makes is known to be there for the
+        next call. TF traces a function again where variables are made, to find that
+        out; a trace whose variables are all kept is the last. None: it is not known.
 
     Raises:
       LoweringError: it reads a resource that is no variable, returns something else
@@ -118,6 +124,8 @@ def trace(
     """
     fn, checks = converted(fn), Checks()
 
+    made: list[tf.Variable] = []
+
     def of_tensors(*tensors):
         graph = tf.compat.v1.get_default_graph()
         mark_as_ours(graph)
@@ -125,16 +133,20 @@ def trace(
         given = iter(tensors)
         filled = [next(given) if _is_spec(leaf) else leaf for leaf in leaves]
         args, kwargs = tf.nest.pack_sequence_as(structure, filled)
-        with our_rules(), _traced_apart(), checks.noted(graph):
+        with our_rules(), _traced_apart(), checks.noted(graph), making():
             results = fn(*args, **kwargs)
         fold_clamps(graph)
         return results
 
     specs = [leaf for leaf in leaves if _is_spec(leaf)]
-    # TF makes loops otherwise where XLA compiles them: sizes of lists are constants.
-    traced = tf.function(of_tensors, autograph=False, jit_compile=True)
+    making = contextlib.nullcontext
+    if keeps is not None:
+        making = functools.partial(_made_outside, made)
     try:
-        concrete = traced.get_concrete_function(*specs)
+        concrete = _concrete(of_tensors, specs)
+        if made and not all(map(keeps, made)):
+            making = contextlib.nullcontext
+            concrete = _concrete(of_tensors, specs)
     except UnliftableError as error:
         raise LoweringError(
             f"{name}: the function makes a variable whose initial value depends on its "
@@ -257,6 +269,32 @@ def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function with Python's control flow as TF's, by AutoGraph."""
     status = tf.__internal__.autograph.control_status_ctx()
     return tf.__internal__.autograph.tf_convert(fn, status)
+
+
+def _concrete(fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]):
+    # TF makes loops otherwise where XLA compiles them: sizes of lists are constants.
+    traced = tf.function(fn, autograph=False, jit_compile=True)
+    return traced.get_concrete_function(*specs)
+
+
+@contextlib.contextmanager
+def _made_outside(made: list[tf.Variable]) -> Iterator[None]:
+    """Has variables made outside of the graph that is traced, and lists them in `made`.
+
+    Those whose initial value needs tensors of the graph are made as by TF.
+    """
+
+    def make(next_creator, **how):
+        try:
+            with tf.init_scope():
+                variable = default_variable_creator_v2(**how)
+        except (TypeError, ValueError, tf.errors.OpError):
+            return next_creator(**how)
+        made.append(variable)
+        return variable
+
+    with tf.variable_creator_scope(make):
+        yield
 
 
 @contextlib.contextmanager

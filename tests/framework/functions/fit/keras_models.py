@@ -16,6 +16,7 @@ LAYERS, HUB = keras.layers, keras_hub.models
 ROWS, LENGTH, WORDS, CLASSES = 16, 8, 50, 4
 SIZES = {"num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
 TEXT = {"vocabulary_size": WORDS, **SIZES}
+TEXTS = {**TEXT, "num_layers": 1}  # One of the encoder, one of the decoder.
 GROUPED = {**TEXT, "num_query_heads": 4, "num_key_value_heads": 2}
 LABELS = np.arange(ROWS) % CLASSES
 
@@ -91,7 +92,7 @@ def _with_head(backbone: keras.Model, inputs: dict[str, np.ndarray]) -> Case:
 
 def _whisper() -> Case:
     backbone = HUB.WhisperBackbone(
-        **TEXT,
+        **TEXTS,
         num_heads=2,
         num_mels=8,
         max_encoder_sequence_length=16,
@@ -101,7 +102,7 @@ def _whisper() -> Case:
 
 
 def _t5() -> Case:
-    backbone = HUB.T5Backbone(**TEXT, num_heads=2, key_value_dim=8)
+    backbone = HUB.T5Backbone(**TEXTS, num_heads=2, key_value_dim=8)
     mask = np.ones_like(_words())
     encoder = {"encoder_token_ids": _words(), "encoder_padding_mask": mask}
     return _with_head(backbone, encoder)

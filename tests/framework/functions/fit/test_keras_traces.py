@@ -1,0 +1,107 @@
+"""How often the first step of `fit` is traced, where it makes variables."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import meshwright.framework as mw
+
+MESH = mw.DeviceMesh(("data", "model"), (2, 4))
+X = np.random.default_rng(0).standard_normal((32, 12)).astype(np.float32)
+Y = np.arange(32) % 4
+
+
+class Traced(keras.layers.Dense):
+    """Counts its traces."""
+
+    def call(self, x):
+        self.traces = getattr(self, "traces", 0) + 1
+        return super().call(x)
+
+
+class Rescaled(Traced):
+    """Writes to what it builds, in the trace if it is built there."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.kernel.assign(0.1 * self.kernel)
+
+
+class Warm(keras.optimizers.SGD):
+    """Writes to its slots when they are made."""
+
+    def build(self, variables):
+        super().build(variables)
+        for slot in self.momentums:
+            slot.assign(slot + 1.0)
+
+
+class Cached(Traced):
+    """Makes a variable of which Keras does not know."""
+
+    made = None
+
+    def call(self, x):
+        if self.made is None:
+            self.made = [tf.Variable(0.5)]
+        self.made[0].assign_add(0.25)
+        return super().call(x) * self.made[0]
+
+
+class Careless(Traced):
+    """Makes a variable in each call."""
+
+    def call(self, x):
+        scale = tf.Variable(1.0)
+        scale.assign_add(1.0)
+        return super().call(x) * scale
+
+
+def fitted(layer, optimizer, mesh, *, built=True):
+    """The layer, and what `fit` gives, on one device or on a mesh."""
+    keras.utils.set_random_seed(1)
+    first = layer(16, use_bias=False, name="first")  # Normalization takes it off.
+    layers = [first, keras.layers.BatchNormalization(), keras.layers.Dense(4)]
+    model = keras.Sequential([*([keras.Input((12,))] if built else []), *layers])
+    if mesh is not None:
+        mw.keras.distribute(model, mesh, "fsdp")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+    model.compile(optimizer(), loss, metrics=metrics, jit_compile=True)
+    first.traces = 0
+    fit = model.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables]
+    return first, [*fit.history.values(), *(v.numpy() for v in variables)]
+
+
+def averaged():
+    return keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "optimizer", "built", "traces"),
+    [
+        (Traced, keras.optimizers.Adam, True, 1),
+        (Traced, averaged, True, 1),
+        (Traced, keras.optimizers.Adam, False, 2),
+        (Rescaled, keras.optimizers.Adam, False, 2),
+        (Traced, lambda: Warm(0.1, momentum=0.9), True, 2),
+        (Cached, keras.optimizers.Adam, True, 2),
+    ],
+    ids=["built", "averages", "unbuilt", "written", "optimizer", "untracked"],
+)
+def test_a_step_is_traced_once_if_keras_makes_its_variables(
+    layer, optimizer, built, traces
+):
+    """Of Keras's own optimizers and metrics; TF drops writes of the first of two."""
+    first, got = fitted(layer, optimizer, MESH, built=built)
+    assert first.traces == traces
+    _, want = fitted(layer, optimizer, None, built=built)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_variable_of_each_call_is_refused():
+    with pytest.raises(ValueError, match="is only created once or created outside"):
+        fitted(Careless, keras.optimizers.Adam, MESH)
