@@ -84,8 +84,8 @@ def explanation_text(
         *_what_is_shown(len(tensors), match, at_least, axis),
         "",
         *([] if is_filtered and not replicated else _replicated(replicated)),
-        *_tensors(tensors),
-        *([] if is_filtered else _elsewhere(explanation.elsewhere)),
+        *_tensors(tensors, has_reasons=explanation.has_reasons),
+        *([] if is_filtered else _elsewhere(explanation)),
         *([] if is_filtered and not gathered else _rematerialized(gathered)),
         *_repaired(repairs),
     ]
@@ -206,14 +206,14 @@ def replicated_line(tensor: TensorReport) -> str:
     return f"{bytes_text(tensor.bytes)} {_type(tensor)} {kind}{place}{where}"
 
 
-def _tensors(shown: Iterable[TensorReport]) -> Iterator[str]:
+def _tensors(shown: Iterable[TensorReport], *, has_reasons: bool) -> Iterator[str]:
     groups: dict[str, list[TensorReport]] = {}
     for tensor in shown:
         groups.setdefault(_heading(tensor), []).append(tensor)
     for heading, tensors in groups.items():
         yield heading
         for tensor in tensors:
-            yield from _tensor_lines(tensor)
+            yield from _tensor_lines(tensor, has_reasons=has_reasons)
         yield ""
 
 
@@ -232,7 +232,7 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
     return [t for t in tensors if is_named(t) or id(t) in largest]
 
 
-def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
+def _tensor_lines(tensor: TensorReport, *, has_reasons: bool) -> Iterator[str]:
     how = "annotated" if tensor.annotated else "inferred"
     how = "kept" if tensor.kept_from else how
     yield from _row(tensor_name(tensor), _type(tensor), str(tensor.sharding), how)
@@ -259,9 +259,27 @@ def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
         ops = f", in {counted(len(one.way), 'step')}" if one.way else ""
         yield f"      {one.axis} on dim {one.dim} is from {one.origin}{ops}"
     for collective in tensor.collectives:
-        yield f"      {collective_text(collective)}"
-        for one in collective.between:
-            yield from _between_lines(one)
+        yield from _collective_lines(collective, has_reasons=has_reasons)
+
+
+def _collective_lines(
+    collective: InsertedCollective, *, has_reasons: bool
+) -> Iterator[str]:
+    yield f"      {collective_text(collective)}"
+    for line in cause_lines(collective) if has_reasons else ():
+        yield f"          {line}"
+    for one in collective.between:
+        yield from _between_lines(one)
+
+
+def cause_lines(collective: InsertedCollective) -> Iterator[str]:
+    """What a collective does that propagation alone does not explain."""
+    if collective.gathers is not None:
+        one = collective.gathers
+        yield f"gathered in full: {_origin(one.tensor, one.tensor_name)}"
+        yield from _remedy_lines(one)
+    elif not collective.between:
+        yield "made by XLA's partitioner itself, for a cause that is not known"
 
 
 def _between_lines(transfer: Transfer) -> Iterator[str]:
@@ -310,13 +328,13 @@ def _where(collective: InsertedCollective) -> str:
     return f"along {', '.join(collective.axes) or 'no axis'}"
 
 
-def _elsewhere(collectives: tuple[InsertedCollective, ...]) -> Iterator[str]:
-    if collectives:
+def _elsewhere(explanation: Explanation) -> Iterator[str]:
+    if explanation.elsewhere:
         yield "collectives at no tensor of the program's"
-        for collective in collectives:
-            yield f"      {collective_text(collective)}"
-            for one in collective.between:
-                yield from _between_lines(one)
+        for collective in explanation.elsewhere:
+            yield from _collective_lines(
+                collective, has_reasons=explanation.has_reasons
+            )
         yield ""
 
 
@@ -345,13 +363,17 @@ def rematerialized_lines(tensor: RematerializedTensor) -> Iterator[str]:
     """Which tensor, where, and what to do about it."""
     origin = _origin(tensor.tensor, tensor.tensor_name)
     yield f"  {bytes_text(tensor.bytes)} {_type(tensor)} {origin}"
+    yield from (f"      {line}" for line in _remedy_lines(tensor))
+
+
+def _remedy_lines(tensor: RematerializedTensor) -> Iterator[str]:
     at = _origin(tensor.at, tensor.at_name)
     if tensor.alike:
-        yield f"      every device does all of {at}"
-        yield "      split what it reads along other dims, or do it in a manual region"
+        yield f"every device does all of {at}"
+        yield "split what it reads along other dims, or do it in a manual region"
         return
-    yield f"      wanted otherwise at {at}"
-    yield "      annotate it once more between, to move one mesh axis at a time"
+    yield f"wanted otherwise at {at}"
+    yield "annotate it once more between, to move one mesh axis at a time"
 
 
 def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:

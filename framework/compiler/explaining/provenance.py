@@ -205,6 +205,7 @@ class Transfer:
       tensor: name of the TF op that makes what is sent.
       before: its sharding; for a sum that of the op's result, before it is added up.
       after: the sharding that is needed.
+      shape: of the tensor, logical.
       kinds: of the collectives that do it: "all-gather", "all-reduce", ...
       axes: the mesh axes along which it is sent.
       bytes: of the collectives' results on one device, each time they run.
@@ -220,6 +221,7 @@ class Transfer:
     tensor: str
     before: Sharding
     after: Sharding
+    shape: tuple[int, ...]
     kinds: tuple[str, ...]
     axes: tuple[str, ...]
     bytes: int

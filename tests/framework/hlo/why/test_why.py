@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.explain_text import cause_lines
 from meshwright.framework.compiler.explaining.provenance import Decided
 from meshwright.framework.compiler.explaining.why import COMPILED_NOTE, GSPMD_NOTE
 from meshwright.framework.compiler.program import trace_program
@@ -185,6 +187,51 @@ def test_xlas_collective_at_the_op_that_makes_a_tensor_has_its_reason():
     ]
     (between,) = [sent for c in gathers for sent in c.between]
     assert [o.name for o in between.after_origins] == ["XlaSharding_1"]
+
+
+def summed_up(w, x):
+    """A running sum along a split dim, which XLA gathers; w is gathered as well."""
+    x = mw.mesh_split(x, MESH, ["X", "Y", None])
+    y = tf.einsum("bsm,mh->bsh", tf.cumsum(x, axis=1) * tf.exp(x), w)
+    return mw.mesh_split(y, MESH, ["X", None, None])
+
+
+@over_partitioners
+def test_what_xla_gathers_by_itself_has_no_transfer_of_another_tensor(partitioner):
+    program = mw.compile_program(
+        summed_up,
+        [tf.TensorSpec([64, 8]), tf.TensorSpec([4, 16, 64])],
+        MESH,
+        in_shardings=[lies("Y", None), None],
+        partitioner=partitioner,
+    )
+    explanation = mw.explain(program, reasons=True)
+    gathers = [
+        (c, t.op_name)
+        for t in explanation.tensors
+        for c in t.collectives
+        if c.kind == "all-gather"
+    ]
+    in_full = [c.gathers for c, _ in gathers if c.gathers]
+    assert in_full and set(in_full) <= set(explanation.rematerialized())
+    for gather, _ in gathers:
+        sizes = [math.prod(shape) for shape in gather.shapes]
+        for sent in gather.between:
+            assert math.prod(sent.after.shard_shape(sent.shape)) in sizes
+    text = str(explanation)
+    listed = text.index("Gathered in full on every device")
+    assert "          gathered in full: XlaSharding" in text[:listed]
+
+
+def test_a_collective_of_no_known_cause_says_so():
+    explanation = explained(mw.Partitioner.SHARDY)[1]
+    (back,) = (t for t in explanation.tensors if t.op_name == "while/MatMul_1")
+    (gather,) = (c for c in back.collectives if c.kind == "all-gather")
+    alone = dataclasses.replace(gather, between=())
+    assert list(cause_lines(gather)) == []
+    assert list(cause_lines(alone)) == [
+        "made by XLA's partitioner itself, for a cause that is not known"
+    ]
 
 
 def test_a_collective_of_several_tensors_is_counted_once():
