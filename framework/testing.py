@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ from meshwright.framework.modeling.layer import (
 from meshwright.framework.modeling.optimizers.optimizer import Optimizer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import NotingPlan, ShardingPlan
+
+log = logging.getLogger("absl")
 
 _DRAWING = frozenset(
     {
@@ -80,8 +83,10 @@ def assert_layer_parity(
 
     Raises:
       AssertionError: a tensor differs; the message names it. Or a dim has a name that
-        is in no table of the plan and resembles one of the table that it would be in.
-        Or `fprop` draws random numbers that are others in each call.
+        is in no table of the plan and resembles one of the table that it would be in,
+        or an entry of a table is for a dim that the layer does not have and resembles
+        one that the table leaves out; of other such entries it warns. Or `fprop` draws
+        random numbers that are others in each call.
       TypeError: `weights()` is no nested map of weight specs.
       LoweringError: the layer cannot become a program, for instance because the size
         of a tensor depends on values.
@@ -116,8 +121,11 @@ def assert_layer_parity(
     )
     name = type(layer).__name__
     named = {path: spec.dims for path, spec in specs.items_by_path()}
-    if misspelt := noting.misspelt(named):
-        raise AssertionError(f"{name}: {misspelt[0]}")
+    unused = noting.unused(named)
+    if wrong := [*noting.misspelt(named), *(u for u in unused if u.is_misspelt)]:
+        raise AssertionError(f"{name}: {wrong[0]}")
+    for entry in unused:  # A model's whole plan has dims of other layers.
+        log.warning("%s: %s", name, entry)
     _refuse_other_draws(name, program.sources)
     got = program.unshard(program(*tf.nest.map_structure(lambda t: t.numpy(), args)))
     _assert_alike(got, want, tolerance, activation_dtype)

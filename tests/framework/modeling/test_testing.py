@@ -58,7 +58,7 @@ def check(layer, **how):
     rng = np.random.default_rng(0)
     x = rng.standard_normal([4, 6], np.float32)
     row = rng.standard_normal(4, np.float32)
-    assert_layer_parity(layer, x, plan=PLAN, row=row, **how)
+    assert_layer_parity(layer, x, **{"plan": PLAN, "row": row, **how})
 
 
 def test_a_layer_that_agrees_passes():
@@ -94,6 +94,24 @@ def test_a_misspelt_dim_is_told(wrong, tensor, table):
     )
     with pytest.raises(AssertionError, match=message):
         check(Scaled(**wrong))
+
+
+def test_a_misspelt_dim_of_the_plan_is_told():
+    """Of a dim that is in the other table, so that its own name says nothing."""
+    weights = {"model": "X", "hiddn": "Y"}
+    message = (
+        r"Scaled: ShardingPlan\.weights splits dim 'hiddn', which no weight has; do "
+        r"you mean hidden\?"
+    )
+    with pytest.raises(AssertionError, match=message):
+        check(Scaled(), plan=dataclasses.replace(PLAN, weights=weights))
+
+
+def test_a_dim_of_other_layers_in_the_plan_is_warned_of(caplog):
+    weights = {**PLAN.weights, "vocabulary": "Y"}
+    check(Scaled(), plan=dataclasses.replace(PLAN, weights=weights))
+    (record,) = caplog.records
+    assert "splits dim 'vocabulary', which no weight has" in record.getMessage()
 
 
 def test_other_names_of_dims_are_free():
