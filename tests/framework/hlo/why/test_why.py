@@ -13,6 +13,7 @@ from meshwright.framework.compiler.explaining.explain_text import cause_lines
 from meshwright.framework.compiler.explaining.provenance import Decided
 from meshwright.framework.compiler.explaining.why import COMPILED_NOTE, GSPMD_NOTE
 from meshwright.framework.compiler.program import trace_program
+from meshwright.framework.modeling import random
 from tests.framework.hlo.why.why_programs import MESH, kept, lies, traced
 
 over_partitioners = pytest.mark.parametrize("partitioner", mw.Partitioner)
@@ -221,6 +222,39 @@ def test_what_xla_gathers_by_itself_has_no_transfer_of_another_tensor(partitione
     text = str(explanation)
     listed = text.index("Gathered in full on every device")
     assert "          gathered in full: XlaSharding" in text[:listed]
+
+
+def dropped(state, x, key):
+    hidden = mw.mesh_split(x @ state["w"], MESH, ["X", "Y"])
+    kept = random.keep_mask(key, 0.5, hidden.shape)
+    y = tf.where(kept, hidden, 0.0)
+    return {"state": {"w": state["w"] + tf.reduce_mean(y)}, "y": y}
+
+
+def test_random_bits_of_a_line_and_new_values_are_a_line_each():
+    w = lies("X", "Y")
+    program = mw.compile_program(
+        dropped,
+        [
+            {"w": tf.TensorSpec([16, 32])},
+            tf.TensorSpec([8, 16]),
+            tf.TensorSpec([2], tf.uint32),
+        ],
+        MESH,
+        in_shardings=[{"w": w}, None, None],
+        out_shardings={"state": {"w": w}, "y": None},
+    )
+    explanation = mw.explain(program)
+    text = str(explanation)
+    bits = [t for t in explanation.tensors if t.dtype == "u32" and t.source]
+    assert len(bits) > 100
+    assert len(re.findall(r" u32\[", text)) < 20
+    assert re.search(r"      and \d+ more u32 tensors of this line", text)
+    assert "state.w" not in text
+    assert "  1 new value of arguments of the same names, split as these are" in text
+    assert "  state.w " in explanation.text(match="state")
+    # What is asked for is shown.
+    assert explanation.text(match="BitwiseXor").count("  BitwiseXor") > 10
 
 
 def test_a_collective_of_no_known_cause_says_so():
