@@ -252,9 +252,10 @@ class UnusedEntry:
     is_misspelt: bool
 
     def __str__(self) -> str:
+        hint = f"; do you mean {' or '.join(self.near)}?" if self.near else ""
         return (
             f"ShardingPlan.{self.table} splits dim {self.dim!r}, which no "
-            f"{self.table.removesuffix('s')} has; do you mean {' or '.join(self.near)}?"
+            f"{self.table.removesuffix('s')} has{hint}"
         )
 
 

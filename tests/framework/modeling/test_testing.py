@@ -171,6 +171,48 @@ def test_a_layer_that_cannot_agree_is_told_why(layer, error, message):
         assert_layer_parity(layer, x, plan=PLAN)
 
 
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (
+            lambda x: x + np.random.standard_normal(x.shape).astype(np.float32),
+            r"output 0(.|\n)*Two calls on one device differ too, as by random numbers "
+            r"of NumPy .*: draw them from ctx.random_key\(\)",
+        ),
+        (
+            lambda x: x + tf.random.stateless_normal(x.shape, [1, 2]) * rounded(x),
+            r"output 0(.|\n)*op '.*StatelessRandomNormalV2' .* by TF's own generator, "
+            r".*: draw them from ctx.random_key\(\)",
+        ),
+    ],
+)
+def test_random_numbers_that_may_differ_are_hinted_at(does, message):
+    x = np.random.default_rng(0).standard_normal([4, 6], np.float32)
+    with pytest.raises(AssertionError, match=message):
+        assert_layer_parity(Doing(does=does), x, plan=PLAN)
+
+
+def rounded(x):
+    """1 in eager TF and 2 in a program, so that it fails whatever is drawn."""
+    return 1.0 if tf.executing_eagerly() else 2.0
+
+
+def test_random_numbers_of_an_optimizer_are_told():
+    message = r"Drawing: op .*RandomUniform.* no two calls agree: draw them from random"
+    with pytest.raises(AssertionError, match=message):
+        assert_optimizer_parity(Drawing(learning_rate=0.1), SPECS, plan=PLAN)
+
+
+class Drawing(SGD):
+    """SGD whose gradients have noise of TF's own."""
+
+    def rule(self, step, rate):
+        right = super().rule(step, rate)
+        return lambda grad, *others: right(
+            grad * tf.random.uniform(grad.shape), *others
+        )
+
+
 def test_the_tolerance_holds_whatever_the_activation_dtype():
     with pytest.raises(AssertionError, match="\noutput 2"):
         check(Scaled(wrong_small_output=10.0), activation_dtype=tf.bfloat16)
