@@ -107,6 +107,7 @@ def assert_layer_parity(
     single_plan = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
     )
+    name = type(layer).__name__
     key = random.key_from_seed(0)
     theta = initialize(specs, key)
     args = tf.nest.map_structure(tf.convert_to_tensor, (theta, x, inputs, key))
@@ -114,7 +115,11 @@ def assert_layer_parity(
     def results_under(plan, layer=layer):
         def results(theta, x, inputs, key):
             ctx = Context(
-                plan=plan, mode=mode, key=key, activation_dtype=activation_dtype
+                plan=plan,
+                mode=mode,
+                key=key,
+                activation_dtype=activation_dtype,
+                path=name,
             )
             return _outputs_and_gradients(layer, ctx, theta, x, inputs)
 
@@ -132,9 +137,8 @@ def assert_layer_parity(
         plan.mesh,
         in_shardings=[weights, None, None, None],
         partitioner=partitioner,
-        name=type(layer).__name__,
+        name=name,
     )
-    name = type(layer).__name__
     named = {path: spec.dims for path, spec in specs.items_by_path()}
     unused = noting.unused(named)
     if wrong := [*noting.misspelt(named), *(u for u in unused if u.is_misspelt)]:

@@ -81,7 +81,7 @@ def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
 @pytest.mark.parametrize(
     ("wrong", "tensor", "table"),
     [
-        ({"hidden": "hiden"}, "h", "activations"),
+        ({"hidden": "hiden"}, "Scaled.h", "activations"),
         ({"model": "modell"}, "w", "weights"),
     ],
 )
@@ -133,6 +133,13 @@ class Doing(Layer):
         return self.does(x * theta.w)
 
 
+class Splitting(Layer):
+    """Names too few dims."""
+
+    def fprop(self, ctx, theta, x):
+        return ctx.split(x, ("batch",), name="h")
+
+
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
@@ -152,6 +159,11 @@ class Doing(Layer):
             Doing(does=lambda x: tf.boolean_mask(x, x[:, 0] > 0)),
             LoweringError,
             r"Doing: .* has a size that depends on values.*tf.where\(mask, x, 0\)",
+        ),
+        (
+            Splitting(),
+            ValueError,
+            r"Splitting.h: split names 1 of the dims of a tensor of shape \(4, 6\)",
         ),
         (
             Doing(does=tf.identity, made=dict),
