@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
-from meshwright.framework.compiler.lowering.sources import PLACEHOLDER
+from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, shown_name
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sizes import bytes_text, counted
 
@@ -193,7 +193,7 @@ def _wrapped(line: str) -> list[str]:
 def tensor_name(tensor: TensorReport) -> str:
     """The tensor's own name in its layer; a gradient's follows the name of its op."""
     if not tensor.layer and tensor.source is None:
-        return tensor.op_name
+        return shown_name(tensor.op_name)
     # What TF has no op for has a scope with its name.
     parts = tensor.op_name.removesuffix(f"/{PLACEHOLDER}").split("/")
     return "/".join(
@@ -335,7 +335,7 @@ def cause_lines(collective: InsertedCollective) -> Iterator[str]:
 
 def _between_lines(transfer: Transfer) -> Iterator[str]:
     t = transfer
-    yield f"          {t.tensor} {t.before} -> {t.after}"
+    yield f"          {shown_name(t.tensor)} {t.before} -> {t.after}"
     for name, origins in ("before", t.before_origins), ("after", t.after_origins):
         for origin in origins:
             yield f"          {name}: {origin}"
@@ -445,7 +445,7 @@ def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
 
 def _origin(source, name: str) -> str:
     if source is None:
-        return name
+        return shown_name(name)
     layer = f"{source.layer}: " if source.layer else ""
     return f"{layer}{name.split('/')[-1]} ({source})"
 

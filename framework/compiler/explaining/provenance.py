@@ -8,7 +8,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from meshwright.framework.compiler.lowering.sources import Kind, Source, place_text
+from meshwright.framework.compiler.lowering.sources import (
+    Kind,
+    Source,
+    place_text,
+    shown_name,
+)
 from meshwright.framework.compiler.stablehlo.shardy.recorded import Direction
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -71,7 +76,7 @@ class Origin:
 
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
-        name = f" {self.name}" if self.name != NAMELESS else ""
+        name = f" {shown_name(self.name)}" if self.name != NAMELESS else ""
         if self.kind is OriginKind.ANNOTATION and self.layer:
             name = f" {self.layer}"
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
@@ -105,7 +110,7 @@ class Hop:
         """`forth through dense/MatMul (mine.py:12, step 3)`."""
         where = f"{place_text(self.file, self.line)}, " if self.file else ""
         when = "before all steps" if self.step < 0 else f"step {self.step}"
-        through = self.op_name or self.op
+        through = shown_name(self.op_name) or self.op
         return f"{self.direction.value} through {through} ({where}{when})"
 
 

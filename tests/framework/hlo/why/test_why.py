@@ -224,6 +224,31 @@ def test_what_xla_gathers_by_itself_has_no_transfer_of_another_tensor(partitione
     assert "          gathered in full: XlaSharding" in text[:listed]
 
 
+@tf.function(autograph=False)
+def called(x):
+    return tf.exp(tf.tanh(mw.mesh_split(x, MESH, ["X", None])))
+
+
+def test_the_call_that_holds_the_program_is_no_part_of_printed_names():
+    traced = trace_program(
+        lambda x: called(x) + tf.tanh(x) + called(x + 1), [tf.TensorSpec([8, 4])], MESH
+    )
+    names = [tensor.name for tensor in traced.reasons.tensors]
+    assert "PartitionedCall/Tanh" in names and "Tanh" in names
+    exp = traced.why("PartitionedCall/Exp")
+    assert str(exp).startswith("Exp f32[8,4] [X,_]")
+    assert "PartitionedCall" not in str(exp)
+
+    def found(target):
+        return [reason.tensor.name for reason in traced.why(target).tensors]
+
+    # Of one name are both that print it, or else all that end so.
+    assert sorted(found("Tanh")) == ["PartitionedCall/Tanh", "Tanh"]
+    assert found("Exp") == ["PartitionedCall/Exp", "PartitionedCall_1/Exp"]
+    with pytest.raises(ValueError, match="near it are 'Exp'"):
+        traced.why("Expp")
+
+
 def dropped(state, x, key):
     hidden = mw.mesh_split(x @ state["w"], MESH, ["X", "Y"])
     kept = random.keep_mask(key, 0.5, hidden.shape)
