@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +30,8 @@ from meshwright.framework.modeling.optimizers.optimizer import Optimizer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import NotingPlan, ShardingPlan
 
+log = logging.getLogger("absl")
+
 _DRAWING = frozenset(
     {
         "Multinomial",
@@ -42,6 +46,17 @@ _DRAWING = frozenset(
     }
 )
 """Types of TF's ops that draw other numbers in each call."""
+_STATELESS = tuple(
+    f"Stateless{kind}"
+    for kind in ("Multinomial", "Parameterized", "Random", "Shuffle", "Truncated")
+)
+"""How types of ops begin that draw by a seed, by another algorithm in each compiler."""
+_FUNCTIONS = "by the functions of meshwright.framework.modeling.random"
+_BY_LAYERS = f"draw them from ctx.random_key(), {_FUNCTIONS}"
+_BY_OPTIMIZERS = (
+    "draw them from random.fold_in(random.key_from_seed(seed), step), and another key "
+    f"for each weight, {_FUNCTIONS}"
+)
 
 
 def assert_layer_parity(
@@ -80,8 +95,10 @@ def assert_layer_parity(
 
     Raises:
       AssertionError: a tensor differs; the message names it. Or a dim has a name that
-        is in no table of the plan and resembles one of the table that it would be in.
-        Or `fprop` draws random numbers that are others in each call.
+        is in no table of the plan and resembles one of the table that it would be in,
+        or an entry of a table is for a dim that the layer does not have and resembles
+        one that the table leaves out; of other such entries it warns. Or `fprop` draws
+        random numbers that are others in each call.
       TypeError: `weights()` is no nested map of weight specs.
       LoweringError: the layer cannot become a program, for instance because the size
         of a tensor depends on values.
@@ -90,6 +107,7 @@ def assert_layer_parity(
     single_plan = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
     )
+    name = type(layer).__name__
     key = random.key_from_seed(0)
     theta = initialize(specs, key)
     args = tf.nest.map_structure(tf.convert_to_tensor, (theta, x, inputs, key))
@@ -97,13 +115,20 @@ def assert_layer_parity(
     def results_under(plan, layer=layer):
         def results(theta, x, inputs, key):
             ctx = Context(
-                plan=plan, mode=mode, key=key, activation_dtype=activation_dtype
+                plan=plan,
+                mode=mode,
+                key=key,
+                activation_dtype=activation_dtype,
+                path=name,
             )
             return _outputs_and_gradients(layer, ctx, theta, x, inputs)
 
         return results
 
-    want = results_under(single_plan, reference or layer)(*args)
+    def alone():
+        return results_under(single_plan, reference or layer)(*args)
+
+    want = alone()
     weights = specs.map_with_path(lambda path, s: s.sharding(plan, path))
     noting = NotingPlan.of(plan)
     program = compile_program(
@@ -112,15 +137,18 @@ def assert_layer_parity(
         plan.mesh,
         in_shardings=[weights, None, None, None],
         partitioner=partitioner,
-        name=type(layer).__name__,
+        name=name,
     )
-    name = type(layer).__name__
     named = {path: spec.dims for path, spec in specs.items_by_path()}
-    if misspelt := noting.misspelt(named):
-        raise AssertionError(f"{name}: {misspelt[0]}")
-    _refuse_other_draws(name, program.sources)
+    unused = noting.unused(named)
+    if wrong := [*noting.misspelt(named), *(u for u in unused if u.is_misspelt)]:
+        raise AssertionError(f"{name}: {wrong[0]}")
+    for entry in unused:  # A model's whole plan has dims of other layers.
+        log.warning("%s: %s", name, entry)
+    _refuse_other_draws(name, program.sources, _BY_LAYERS)
     got = program.unshard(program(*tf.nest.map_structure(lambda t: t.numpy(), args)))
-    _assert_alike(got, want, tolerance, activation_dtype)
+    with _hinting_at_draws(program.sources, want, alone, _BY_LAYERS):
+        _assert_alike(got, want, tolerance, activation_dtype)
 
 
 def _outputs_and_gradients(
@@ -184,7 +212,8 @@ def assert_optimizer_parity(
       tolerance: of an element, as in `assert_layer_parity`.
 
     Raises:
-      AssertionError: a weight or slot differs; the message names it.
+      AssertionError: a weight or slot differs; the message names it. Or the rule draws
+        random numbers that are others in each call.
       TypeError, ValueError: as `Optimizer.update`.
     """
     key = random.key_from_seed(0)
@@ -214,16 +243,23 @@ def assert_optimizer_parity(
         update_sharding=update_sharding,
         name=type(optimizer).__name__,
     )
+    _refuse_other_draws(type(optimizer).__name__, program.sources, _BY_OPTIMIZERS)
+    examples = [_examples(specs, plan.mesh.size, step) for step in range(steps)]
+
+    def alone():
+        new = state
+        for step, given in enumerate(examples):
+            new = update(new, tf.constant(step), given)["state"]
+        return dict(new.items_by_path())
+
     got = state.map(lambda value: value.numpy())
-    for step in range(steps):
-        given = _examples(specs, plan.mesh.size, step)
-        state = update(state, tf.constant(step), given)["state"]
+    for step, given in enumerate(examples):
         given = given.map(lambda value: value.numpy())
         got = program(got, np.int32(step), given)["state"]
-    got = program.unshard({"state": got})["state"]
-    _assert_alike(
-        dict(got.items_by_path()), dict(state.items_by_path()), tolerance, tf.float32
-    )
+    got = dict(program.unshard({"state": got})["state"].items_by_path())
+    want = alone()
+    with _hinting_at_draws(program.sources, want, alone, _BY_OPTIMIZERS):
+        _assert_alike(got, want, tolerance, tf.float32)
 
 
 def _examples(specs: NestedMap, count: int, step: int) -> NestedMap:
@@ -258,15 +294,56 @@ def _specs_of(layer: Layer) -> NestedMap:
     return specs
 
 
-def _refuse_other_draws(name: str, sources: Sources) -> None:
+def _refuse_other_draws(name: str, sources: Sources, remedy: str) -> None:
     """Refuses a program `name` whose random numbers are others in each call."""
     for op_name in sources.order:
         if sources.find(op_name).op_type in _DRAWING:
             raise AssertionError(
                 f"{name}: {sources.text(op_name)} draws other random numbers in each "
-                "call, so that no two calls agree: draw them from ctx.random_key(), by "
-                "the functions of meshwright.framework.modeling.random"
+                f"call, so that no two calls agree: {remedy}"
             )
+
+
+@contextlib.contextmanager
+def _hinting_at_draws(
+    sources: Sources,
+    want: Mapping[str, Any],
+    alone: Callable[[], Mapping[str, Any]],
+    remedy: str,
+) -> Iterator[None]:
+    """Adds to an AssertionError what random numbers may have to do with it.
+
+    Args:
+      sources: of the program.
+      want: what one device computed.
+      alone: computes it again.
+      remedy: how random numbers are to be drawn.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        hint = _hint(sources, want, alone())
+        if not hint:
+            raise
+        raise AssertionError(f"{error}\n{hint}: {remedy}") from None
+
+
+def _hint(sources: Sources, want: Mapping[str, Any], again: Mapping[str, Any]) -> str:
+    """What random numbers may have to do with a difference; "" if nothing."""
+    if any(not np.array_equal(want[n], again[n], equal_nan=True) for n in want):
+        return (
+            "Two calls on one device differ too, as by random numbers of NumPy or "
+            "Python, which are drawn anew each time that TF traces the function"
+        )
+    for op_name in sources.order:
+        kind = sources.find(op_name).op_type
+        if kind.startswith(_STATELESS) and "Get" not in kind:  # Which make its key.
+            return (
+                f"{sources.text(op_name)} draws by TF's own generator, of which a "
+                "compiled program, and each layout over devices, may have other "
+                "numbers by the same seed"
+            )
+    return ""
 
 
 def _assert_alike(

@@ -236,6 +236,30 @@ class ShardingPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UnusedEntry:
+    """An entry of a plan's table for a dim that no tensor has; its `str` is a sentence.
+
+    Args:
+      table: "weights" or "activations".
+      dim: the name of the dim.
+      near: the names of dims that it may be meant for.
+      is_misspelt: whether it is like the name of a dim that the table leaves out.
+    """
+
+    table: str
+    dim: str
+    near: tuple[str, ...]
+    is_misspelt: bool
+
+    def __str__(self) -> str:
+        hint = f"; do you mean {' or '.join(self.near)}?" if self.near else ""
+        return (
+            f"ShardingPlan.{self.table} splits dim {self.dim!r}, which no "
+            f"{self.table.removesuffix('s')} has{hint}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NotingPlan(ShardingPlan):
     """A plan that notes which names the dims of activations have.
 
@@ -274,6 +298,30 @@ class NotingPlan(ShardingPlan):
         wrong |= _misspelt(noted, "activations", self.activations, known)
         return list(wrong.values())
 
+    def unused(self, weights: Mapping[str, Sequence[str]]) -> list[UnusedEntry]:
+        """The entries of both tables that decide nothing, as no tensor has their dim.
+
+        Args:
+          weights: the names of each weight's dims, by its path.
+        """
+        of_weights = {dim for dims in weights.values() for dim in dims}
+        return [
+            *_unused("weights", self.weights, of_weights),
+            *_unused("activations", self.activations, set(self.noted)),
+        ]
+
+
+def _unused(name: str, table: Mapping, dims: Collection[str]) -> list[UnusedEntry]:
+    left_out = set(dims) - set(table)
+    unused = []
+    for dim in sorted(set(table) - set(dims)):
+        meant = _like(dim, left_out)
+        near = meant or difflib.get_close_matches(dim, dims, n=1) or sorted(dims)
+        unused.append(
+            UnusedEntry(table=name, dim=dim, near=tuple(near), is_misspelt=bool(meant))
+        )
+    return unused
+
 
 def _misspelt(
     tensors: Mapping[str, str], name: str, table: Mapping, known: Collection[str]
@@ -283,15 +331,19 @@ def _misspelt(
     for dim, tensor in tensors.items():
         if not dim or dim in known:
             continue
-        others = [other for other in table if _differ_by_spelling(dim, other)]
-        near = difflib.get_close_matches(dim, others, 1, cutoff=_ALIKE)
-        if near:
+        if near := _like(dim, table):
             lines[dim] = (
                 f"dim {dim!r} of {tensor!r} is in no table of the plan, so that "
                 f"nothing splits it; near it is {near[0]!r}: write that, or give "
                 f"ShardingPlan.{name} the entry {dim!r}: None"
             )
     return lines
+
+
+def _like(name: str, known: Collection[str]) -> list[str]:
+    """The name that one is a misspelling of, [] if of none."""
+    others = [other for other in known if _differ_by_spelling(name, other)]
+    return difflib.get_close_matches(name, others, 1, cutoff=_ALIKE)
 
 
 def _differ_by_spelling(name: str, other: str) -> bool:

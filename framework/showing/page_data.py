@@ -13,7 +13,10 @@ from typing import Any
 
 from meshwright.framework.compiler.explaining.competitions import competitions
 from meshwright.framework.compiler.explaining.explain import Explanation, TensorReport
-from meshwright.framework.compiler.explaining.explain_text import tensor_name
+from meshwright.framework.compiler.explaining.explain_text import (
+    cause_lines,
+    tensor_name,
+)
 from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.explaining.provenance import (
     Competition,
@@ -251,6 +254,7 @@ class _Values:
                 times=collective.times,
                 shared=collective.shared_by,
                 between=[self._between(each) for each in collective.between],
+                cause=list(cause_lines(collective)),
             )
         return self._inserted[id(collective)]
 
@@ -263,6 +267,7 @@ class _Values:
             times=transfer.times,
             shared=1,
             between=[self._between(transfer)],
+            cause=[],
         )
 
     def _add(self, **values: Any) -> int:

@@ -19,6 +19,7 @@ from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
     Smallest,
 )
 from meshwright.framework.compiler.stablehlo.rewrites.workarounds import WORKAROUNDS
+from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.judging.cases import Case, compiled
@@ -53,8 +54,20 @@ def bytes_on_page() -> dict[str, int]:
 
 
 def measured(failure: KnownFailure) -> int:
-    """The bytes of all repairs of the program, and of its gradients."""
+    """The bytes of all repairs of the program, and of its gradients.
+
+    Raises:
+      ValueError: it does not meet the fault that it is to show.
+    """
     program = compiled([failure.case], failure.partitioner, [failure.case.use.values])
+    met = {repair.fault.name for repair in program.repairs}
+    if failure.fault.is_in(JAXLIB) and failure.fault.name not in met:
+        others = f" but {', '.join(map(repr, sorted(met)))}" if met else ""
+        raise ValueError(
+            f"program {failure.name!r} does not meet its row "
+            f"{failure.fault.name!r}{others}, so that nothing shows the fault: give "
+            "the row a smallest program that meets it, or widen its condition"
+        )
     return sum(repair.bytes for repair in program.repairs)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Iterable, Iterator
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 
+from meshwright.framework.compiler.repair import table
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.stablehlo.rewrites import workarounds
 from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
     KnownFault,
     Smallest,
@@ -48,7 +52,11 @@ class KnownFailure:
 
     @property
     def case(self) -> Case:
-        return case_of(self.smallest.program)
+        try:
+            return case_of(self.smallest.program)
+        except ValueError as error:
+            row = f"program {self.name!r} of row {self.fault.name!r}"
+            raise ValueError(f"{row}: {error}") from error
 
     @property
     def outcome(self) -> Outcome:
@@ -79,6 +87,40 @@ def known_failures(
                     )
 
 
+def refuse_twice(sources: Mapping[str, str]) -> None:
+    """Refuses sources by their names if two rows, or two programs, have one name.
+
+    Of two programs in one row Python keeps the last without a word.
+
+    Raises:
+      ValueError: the message has both places.
+    """
+    places: dict[tuple[str, str], str] = {}
+    for file, text in sources.items():
+        for what, name, line in _named(ast.parse(text)):
+            place = f"{file}:{line}"
+            if (what, name) in places:
+                raise ValueError(
+                    f"{places[what, name]} and {place} both have a {what} named "
+                    f"{name!r}: give one of them another name"
+                )
+            places[what, name] = place
+
+
+def _named(module: ast.Module) -> Iterator[tuple[str, str, int]]:
+    """What is named, its name and its line, of each row and program of a module."""
+    for node in ast.walk(module):
+        fields = {k.arg: k.value for k in getattr(node, "keywords", ())}
+        if not isinstance(node, ast.Call) or "smallest" not in fields:
+            continue
+        keys = getattr(fields["smallest"], "keys", ())
+        for what, value in ("row", fields.get("name")), *(("program", k) for k in keys):
+            if isinstance(value, ast.Constant):
+                yield what, value.value, value.lineno
+
+
+_FILES = (*pathlib.Path(table.__path__[0]).glob("*.py"), workarounds.__file__)
+refuse_twice({pathlib.Path(f).name: pathlib.Path(f).read_text() for f in _FILES})
 # A program may meet several faults, of which the first is repaired.
 OF_FAULTS = list(known_failures(FAULTS, tuple(fault.name for fault in FAULTS)))
 OF_WORKAROUNDS = list(known_failures(WORKAROUNDS))

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.framework.compiler.repair.table.faults import FAULTS
 from tests.operators import fault_table
-from tests.operators.known_failures import OF_FAULTS
+from tests.operators.known_failures import OF_FAULTS, refuse_twice
 
 
 @pytest.mark.parametrize("of", fault_table.OF)
@@ -22,6 +22,42 @@ def test_an_op_that_stablehlo_lacks_is_refused():
     )
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(FAULTS[0], ops=("stablehlo.gathr",))
+
+
+def test_a_row_that_no_program_shows_is_refused():
+    with pytest.raises(ValueError, match="has no program that shows it: give"):
+        dataclasses.replace(FAULTS[0], smallest={})
+    ((name, program), *_) = FAULTS[0].smallest.items()
+    never = dataclasses.replace(program, shardy=False, gspmd=False)
+    with pytest.raises(ValueError, match=f"{name}.* meets it under neither partition"):
+        dataclasses.replace(FAULTS[0], smallest={name: never})
+
+
+def test_a_program_that_does_not_meet_its_row_is_not_documented():
+    wrong = dataclasses.replace(OF_FAULTS[0], fault=FAULTS[-1])
+    message = f"does not meet its row '{FAULTS[-1].name}' but '{FAULTS[0].name}'"
+    with pytest.raises(ValueError, match=message):
+        fault_table.measured(wrong)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            'Fault(name="a", smallest={})',
+            '\nFault(name="a", smallest={})',
+            "one.py:1 and two.py:2 both have a row named 'a': give one of them another",
+        ),
+        (
+            'Fault(name="a", smallest={"p": 1,\n"p": 2})',
+            "",
+            "one.py:1 and one.py:2 both have a program named 'p'",
+        ),
+    ],
+)
+def test_a_name_that_is_given_twice_is_refused(first, second, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_twice({"one.py": first, "two.py": second})
 
 
 QUICK = "gather_of_split_rows-gspmd"  # Its repair sends something.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -52,6 +53,8 @@ from meshwright.trainers.experiment.gradients import (
 )
 from meshwright.trainers.experiment.not_finite import NotFinite
 from meshwright.trainers.experiment.state_layout import StateLayout
+
+log = logging.getLogger("absl")
 
 
 class StepPrograms:
@@ -162,6 +165,17 @@ class StepPrograms:
         programs.batch_shardings()
         programs._loss_graph()
         return plan
+
+    def warn_of_unknown_dims(self) -> None:
+        """Warns of a dim of the plan that nothing has, and of one that is like these.
+
+        Either may be a typo, which splits nothing.
+        """
+        plan = self.noted_dims()
+        specs = self.weights, self.state_specs  # The weight names its slots' dims.
+        dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
+        for line in (*plan.unused(dims), *plan.misspelt(dims)):
+            log.warning("%s", line)
 
     def names_given(self) -> tuple[str, ...]:
         """Names by which recomputation could save tensors, found likewise; sorted."""

@@ -21,9 +21,10 @@ from meshwright.trainers.startup import compile_cache, files, plan_flags
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
+    programs, mesh = StepPrograms(experiment), experiment.plan.mesh
+    programs.warn_of_unknown_dims()
     if plan_flags.TOPOLOGY.value is not None:
         return _plan(experiment, config_text)
-    programs, mesh = StepPrograms(experiment), experiment.plan.mesh
     compile_cache.use(cli.COMPILE_CACHE.value)
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Reports at once a mesh that is too large.

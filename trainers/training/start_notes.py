@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Iterator
 
@@ -74,30 +73,3 @@ def warn_of_no_plan(plan: ShardingPlan, devices: int) -> None:
             "plan, such as plans/data_tensor.gin, and set MESH_SHAPE",
             devices,
         )
-
-
-def warn_of_unknown_dims(programs: StepPrograms) -> None:
-    """Warns of a dim of the plan that nothing has, and of one that resembles these.
-
-    Either may be a typo, which splits nothing.
-    """
-    plan = programs.noted_dims()
-    specs = programs.weights, programs.state_specs  # The weight names its slots' dims.
-    dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
-    weight_dims = {dim for of in dims.values() for dim in of}
-    tables = {
-        "weights": (plan.weights, weight_dims, "weight"),
-        "activations": (plan.activations, set(plan.noted), "activation"),
-    }
-    for name, (table, known, what) in tables.items():
-        for dim in sorted(set(table) - known):
-            near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
-            log.warning(
-                "ShardingPlan.%s splits dim %r, which no %s has; do you mean %s?",
-                name,
-                dim,
-                what,
-                " or ".join(near),
-            )
-    for line in plan.misspelt(dims):
-        log.warning("%s", line)

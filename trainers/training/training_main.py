@@ -34,7 +34,6 @@ from meshwright.trainers.training import evaluation, loop
 from meshwright.trainers.training.start_notes import (
     start_notes,
     warn_of_no_plan,
-    warn_of_unknown_dims,
 )
 
 
@@ -84,7 +83,7 @@ def _dry_run(experiment: Experiment) -> None:
     batch = experiment.task.batch_spec(experiment.global_batch)
     for path, spec in batch.items_by_path():
         print(f"  batch.{path}: {spec.dtype.name} {list(spec.shape)}")
-    warn_of_unknown_dims(programs)
+    programs.warn_of_unknown_dims()
     for line in start_notes(programs):
         print(line)
     print("The training program was traced. Nothing was read, compiled or written.")

@@ -237,24 +237,24 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
     completion = complete(program.unpartitioned)
     at, elsewhere = inserted_collectives(program)
     arguments, results = _arguments(program, completion), _results(program, completion)
-    root = completion.completed.root()
-    # With several results the root is a tuple, and no op's own tensor.
+    root = completion.completed.root()  # With several results a tuple, no op's tensor.
     root_why = {root.name: results[0].why_replicated} if root.dtype else {}
-    report = _Report(completion, program.sources, at, root_why, program.updates)
-    tensors = (*arguments, *results, *report.tensors())
-    elsewhere += report.unclaimed()
+    inside = _Report(completion, program.sources, at, root_why, program.updates)
+    tensors = (*arguments, *results, *inside.tensors())
+    elsewhere += inside.unclaimed()
+    gathered = tuple(
+        _rematerialized(tensor, program.sources)
+        for tensor in completion.rematerializations()
+    )
     if reasons:
-        tensors, elsewhere = with_reasons(tensors, elsewhere, program.reasons)
+        tensors, elsewhere = with_reasons(tensors, elsewhere, program.reasons, gathered)
     return Explanation(
         name=program.name,
         mesh=program.mesh,
         partitioner=program.partitioner.value,
         tensors=tensors,
         elsewhere=tuple(elsewhere),
-        _rematerialized=tuple(
-            _rematerialized(tensor, program.sources)
-            for tensor in completion.rematerializations()
-        ),
+        _rematerialized=gathered,
         repairs=program.repairs,
         has_reasons=reasons,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
-from meshwright.framework.compiler.lowering.sources import PLACEHOLDER
+from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, shown_name
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sizes import bytes_text, counted
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _LARGEST = 10
 _WIDTH = 80
+_BITS = "u32"
+"""The dtype of random bits."""
 # Widths for a tensor's name, type and sharding; the rest says where it comes from.
 _COLUMNS = (34, 17, 12)
 
@@ -52,6 +54,8 @@ def explanation_text(
         matches = any(pattern.search(str(name)) for name in names if name)
         return size >= at_least and (matches or not match)
 
+    is_filtered = bool(match or at_least or axis)
+    settled = set() if is_filtered else _settled(explanation.tensors)
     some = explanation.tensors if match or axis else _interesting(explanation.tensors)
     tensors = [
         t
@@ -78,14 +82,13 @@ def explanation_text(
         for r in explanation.repairs
         if is_shown(*(r.op_name, r.source, r.source and r.source.layer), size=r.bytes)
     ]
-    is_filtered = bool(match or at_least or axis)
     lines = [
         *_summary(explanation),
         *_what_is_shown(len(tensors), match, at_least, axis),
         "",
-        *([] if is_filtered and not replicated else _replicated(replicated)),
-        *_tensors(tensors),
-        *([] if is_filtered else _elsewhere(explanation.elsewhere)),
+        *([] if is_filtered and not replicated else _replicated(replicated, settled)),
+        *_tensors(tensors, settled, explanation.has_reasons, is_filtered=is_filtered),
+        *([] if is_filtered else _elsewhere(explanation)),
         *([] if is_filtered and not gathered else _rematerialized(gathered)),
         *_repaired(repairs),
     ]
@@ -190,7 +193,7 @@ def _wrapped(line: str) -> list[str]:
 def tensor_name(tensor: TensorReport) -> str:
     """The tensor's own name in its layer; a gradient's follows the name of its op."""
     if not tensor.layer and tensor.source is None:
-        return tensor.op_name
+        return shown_name(tensor.op_name)
     # What TF has no op for has a scope with its name.
     parts = tensor.op_name.removesuffix(f"/{PLACEHOLDER}").split("/")
     return "/".join(
@@ -206,15 +209,62 @@ def replicated_line(tensor: TensorReport) -> str:
     return f"{bytes_text(tensor.bytes)} {_type(tensor)} {kind}{place}{where}"
 
 
-def _tensors(shown: Iterable[TensorReport]) -> Iterator[str]:
-    groups: dict[str, list[TensorReport]] = {}
+def _tensors(
+    shown: Sequence[TensorReport],
+    settled: Collection[int],
+    has_reasons: bool,
+    *,
+    is_filtered: bool,
+) -> Iterator[str]:
+    by_heading: dict[str, list[TensorReport]] = {}
     for tensor in shown:
-        groups.setdefault(_heading(tensor), []).append(tensor)
-    for heading, tensors in groups.items():
+        by_heading.setdefault(_heading(tensor), []).append(tensor)
+    for heading, tensors in by_heading.items():
         yield heading
-        for tensor in tensors:
-            yield from _tensor_lines(tensor)
+        listed = [tensor for tensor in tensors if id(tensor) not in settled]
+        groups = [[t] for t in listed] if is_filtered else _folded(listed)
+        for tensor, *others in groups:
+            yield from _tensor_lines(tensor, has_reasons=has_reasons)
+            yield from _others(others)
+        if len(listed) < len(tensors):
+            left = counted(len(tensors) - len(listed), "new value")
+            yield f"  {left} of arguments of the same names, split as these are"
         yield ""
+
+
+def _others(folded: Sequence[TensorReport]) -> Iterator[str]:
+    if folded:
+        yield f"      and {counted(len(folded), f'more {_BITS} tensor')} of this line"
+
+
+def _settled(tensors: Sequence[TensorReport]) -> set[int]:
+    """The ids of results that lie as the arguments do whose new values they are.
+
+    These have the same path in the nest of their argument: `0.theta.w` becomes
+    `state.theta.w`.
+    """
+
+    def how(tensor: TensorReport) -> tuple:
+        path = tensor.op_name.partition(".")[2]
+        return path, _type(tensor), str(tensor.sharding), tensor.logical_shape
+
+    arguments = {how(t) for t in tensors if t.kind.value == "argument"}
+    results = [t for t in tensors if t.kind.value == "result" and how(t)[0]]
+    return {id(t) for t in results if how(t) in arguments}
+
+
+def _folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
+    """Tensors, those together that are random bits of one line, the largest first.
+
+    The generator takes some hundred ops on the bits of a dropout's mask.
+    """
+    groups: dict[tuple, list[TensorReport]] = {}
+    for tensor in tensors:
+        is_bits = tensor.dtype == _BITS and tensor.source is not None
+        is_alone = tensor.annotated or tensor.collectives or not is_bits
+        key = (id(tensor),) if is_alone else (str(tensor.source), tensor.why_replicated)
+        groups.setdefault(key, []).append(tensor)
+    return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
 
 
 def _heading(tensor: TensorReport) -> str:
@@ -227,12 +277,13 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
     def is_named(t: TensorReport) -> bool:
         return t.kind.value != "inside" or t.annotated or bool(t.collectives)
 
-    others = sorted((t for t in tensors if not is_named(t)), key=lambda t: -t.bytes)
-    largest = {id(tensor) for tensor in others[:_LARGEST]}
+    others = _folded(t for t in tensors if not is_named(t))
+    others.sort(key=lambda group: -group[0].bytes)
+    largest = {id(tensor) for group in others[:_LARGEST] for tensor in group}
     return [t for t in tensors if is_named(t) or id(t) in largest]
 
 
-def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
+def _tensor_lines(tensor: TensorReport, *, has_reasons: bool) -> Iterator[str]:
     how = "annotated" if tensor.annotated else "inferred"
     how = "kept" if tensor.kept_from else how
     yield from _row(tensor_name(tensor), _type(tensor), str(tensor.sharding), how)
@@ -259,14 +310,32 @@ def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
         ops = f", in {counted(len(one.way), 'step')}" if one.way else ""
         yield f"      {one.axis} on dim {one.dim} is from {one.origin}{ops}"
     for collective in tensor.collectives:
-        yield f"      {collective_text(collective)}"
-        for one in collective.between:
-            yield from _between_lines(one)
+        yield from _collective_lines(collective, has_reasons=has_reasons)
+
+
+def _collective_lines(
+    collective: InsertedCollective, *, has_reasons: bool
+) -> Iterator[str]:
+    yield f"      {collective_text(collective)}"
+    for line in cause_lines(collective) if has_reasons else ():
+        yield f"          {line}"
+    for one in collective.between:
+        yield from _between_lines(one)
+
+
+def cause_lines(collective: InsertedCollective) -> Iterator[str]:
+    """What a collective does that propagation alone does not explain."""
+    if collective.gathers is not None:
+        one = collective.gathers
+        yield f"gathered in full: {_origin(one.tensor, one.tensor_name)}"
+        yield from _remedy_lines(one)
+    elif not collective.between:
+        yield "made by XLA's partitioner itself, for a cause that is not known"
 
 
 def _between_lines(transfer: Transfer) -> Iterator[str]:
     t = transfer
-    yield f"          {t.tensor} {t.before} -> {t.after}"
+    yield f"          {shown_name(t.tensor)} {t.before} -> {t.after}"
     for name, origins in ("before", t.before_origins), ("after", t.after_origins):
         for origin in origins:
             yield f"          {name}: {origin}"
@@ -310,24 +379,26 @@ def _where(collective: InsertedCollective) -> str:
     return f"along {', '.join(collective.axes) or 'no axis'}"
 
 
-def _elsewhere(collectives: tuple[InsertedCollective, ...]) -> Iterator[str]:
-    if collectives:
+def _elsewhere(explanation: Explanation) -> Iterator[str]:
+    if explanation.elsewhere:
         yield "collectives at no tensor of the program's"
-        for collective in collectives:
-            yield f"      {collective_text(collective)}"
-            for one in collective.between:
-                yield from _between_lines(one)
+        for collective in explanation.elsewhere:
+            yield from _collective_lines(
+                collective, has_reasons=explanation.has_reasons
+            )
         yield ""
 
 
-def _replicated(tensors: list[TensorReport]) -> Iterator[str]:
+def _replicated(tensors: list[TensorReport], settled: Collection[int]) -> Iterator[str]:
     if not tensors:
         yield from ("No tensor is left replicated.", "")
         return
     total = bytes_text(sum(tensor.bytes for tensor in tensors))
     yield f"Left replicated: {counted(len(tensors), 'tensor')}, {total}; the largest:"
-    for tensor in tensors[:_LARGEST]:
+    listed = [tensor for tensor in tensors if id(tensor) not in settled]
+    for tensor, *others in _folded(listed)[:_LARGEST]:
         yield f"  {replicated_line(tensor)}"
+        yield from _others(others)
         yield f"      {tensor.why_text}"
     yield ""
 
@@ -345,13 +416,17 @@ def rematerialized_lines(tensor: RematerializedTensor) -> Iterator[str]:
     """Which tensor, where, and what to do about it."""
     origin = _origin(tensor.tensor, tensor.tensor_name)
     yield f"  {bytes_text(tensor.bytes)} {_type(tensor)} {origin}"
+    yield from (f"      {line}" for line in _remedy_lines(tensor))
+
+
+def _remedy_lines(tensor: RematerializedTensor) -> Iterator[str]:
     at = _origin(tensor.at, tensor.at_name)
     if tensor.alike:
-        yield f"      every device does all of {at}"
-        yield "      split what it reads along other dims, or do it in a manual region"
+        yield f"every device does all of {at}"
+        yield "split what it reads along other dims, or do it in a manual region"
         return
-    yield f"      wanted otherwise at {at}"
-    yield "      annotate it once more between, to move one mesh axis at a time"
+    yield f"wanted otherwise at {at}"
+    yield "annotate it once more between, to move one mesh axis at a time"
 
 
 def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
@@ -370,7 +445,7 @@ def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
 
 def _origin(source, name: str) -> str:
     if source is None:
-        return name
+        return shown_name(name)
     layer = f"{source.layer}: " if source.layer else ""
     return f"{layer}{name.split('/')[-1]} ({source})"
 

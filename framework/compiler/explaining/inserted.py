@@ -14,6 +14,7 @@ from meshwright.framework.compiler.hlo.report import collectives_of
 from meshwright.framework.compiler.lowering.sources import innermost_name
 
 if TYPE_CHECKING:
+    from meshwright.framework.compiler.explaining.explain import RematerializedTensor
     from meshwright.framework.compiler.program import Program
 
 
@@ -30,7 +31,11 @@ class InsertedCollective:
         multiplied; None if a loop's are not known.
       in_loop: whether it is in the body of a loop.
       shared_by: for how many ops XLA combined it; `bytes` is for all of them.
-      between: with reasons, the shardings that it brings together.
+      shapes: of its results on one device.
+      between: with reasons, the shardings that it brings together; () if propagation
+        has nothing to send of this size: then XLA's partitioner made it by itself.
+      gathers: with reasons, the tensor that it gathers in full though no annotation
+        asks for that; None if it is no such gather.
     """
 
     name: str
@@ -40,7 +45,9 @@ class InsertedCollective:
     times: int | None
     in_loop: bool
     shared_by: int
+    shapes: tuple[tuple[int, ...], ...] = ()
     between: tuple[Transfer, ...] = ()
+    gathers: RematerializedTensor | None = None
 
 
 def inserted_collectives(
@@ -60,6 +67,7 @@ def inserted_collectives(
             times=_product([loop.trips for loop in loops]),
             in_loop=bool(loops),
             shared_by=max(1, len(names)),
+            shapes=collective.shapes,
         )
         for name in names:
             by_op[name].append(inserted)

@@ -8,7 +8,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from meshwright.framework.compiler.lowering.sources import Kind, Source, place_text
+from meshwright.framework.compiler.lowering.sources import (
+    Kind,
+    Source,
+    place_text,
+    shown_name,
+)
 from meshwright.framework.compiler.stablehlo.shardy.recorded import Direction
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -71,7 +76,7 @@ class Origin:
 
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
-        name = f" {self.name}" if self.name != NAMELESS else ""
+        name = f" {shown_name(self.name)}" if self.name != NAMELESS else ""
         if self.kind is OriginKind.ANNOTATION and self.layer:
             name = f" {self.layer}"
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
@@ -105,7 +110,7 @@ class Hop:
         """`forth through dense/MatMul (mine.py:12, step 3)`."""
         where = f"{place_text(self.file, self.line)}, " if self.file else ""
         when = "before all steps" if self.step < 0 else f"step {self.step}"
-        through = self.op_name or self.op
+        through = shown_name(self.op_name) or self.op
         return f"{self.direction.value} through {through} ({where}{when})"
 
 
@@ -205,6 +210,7 @@ class Transfer:
       tensor: name of the TF op that makes what is sent.
       before: its sharding; for a sum that of the op's result, before it is added up.
       after: the sharding that is needed.
+      shape: of the tensor, logical.
       kinds: of the collectives that do it: "all-gather", "all-reduce", ...
       axes: the mesh axes along which it is sent.
       bytes: of the collectives' results on one device, each time they run.
@@ -220,6 +226,7 @@ class Transfer:
     tensor: str
     before: Sharding
     after: Sharding
+    shape: tuple[int, ...]
     kinds: tuple[str, ...]
     axes: tuple[str, ...]
     bytes: int

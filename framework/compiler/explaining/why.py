@@ -18,7 +18,7 @@ from meshwright.framework.compiler.explaining.provenance import (
 )
 from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.transfers import transfers
-from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.compiler.lowering.sources import Kind, shown_name
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sizes import bytes_text
@@ -82,7 +82,8 @@ class Answer:
         shape = ",".join(map(str, tensor.shape))
         source = f" at {tensor.source}" if tensor.source else ""
         kind = "" if tensor.kind.value == "inside" else f"{tensor.kind.value} "
-        yield f"{kind}{tensor.name} {tensor.dtype}[{shape}] {tensor.sharding}{source}"
+        name = f"{kind}{shown_name(tensor.name)}"
+        yield f"{name} {tensor.dtype}[{shape}] {tensor.sharding}{source}"
         if reason.update:
             yield f"  {reason.update}"
         elif not reason.provenances and not reason.competitions:
@@ -151,8 +152,14 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
     Raises:
       ValueError: there are none; the message has the nearest names.
     """
+    exact = [
+        t for t in reasons.tensors if target in (t.name, f"{t.kind.value} {t.name}")
+    ]
+    if exact:  # What prints so too is meant as well.
+        return [
+            t for t in reasons.tensors if t in exact or shown_name(t.name) == target
+        ]
     for matches in (
-        lambda t: target in (t.name, f"{t.kind.value} {t.name}"),
         lambda t: t.name.endswith((f"/{target}", f".{target}")),
         lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
         lambda t: target in _holders(t),
@@ -160,7 +167,12 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
     ):
         if found := [tensor for tensor in reasons.tensors if matches(tensor)]:
             return found
-    named = [n for t in reasons.tensors for n in (t.name, t.source, t.layer) if n]
+    named = [
+        name
+        for t in reasons.tensors
+        for name in (shown_name(t.name), t.source, t.layer)
+        if name
+    ]
     # Of long names the last part is what people remember.
     ends = {name.split("/")[-1]: name for name in named} | {n: n for n in named}
     ends |= {holder: holder for t in reasons.tensors for holder in _holders(t)}
@@ -244,7 +256,8 @@ def _shortened(way: Sequence[Hop]) -> list[Hop | str]:
 def competition_lines(competition: Competition) -> Iterator[str]:
     """Which axis did not come, what came in its place, and what decided."""
     c = competition
-    yield f"  {c.axis} on dim {c.dim} splits {c.neighbor} beside it, at {c.at}"
+    beside, at = map(shown_name, (c.neighbor, c.at))
+    yield f"  {c.axis} on dim {c.dim} splits {beside} beside it, at {at}"
     yield f"      it is from {c.loser.origin}{_step(c.loser)}"
     if c.winner is not None:
         won = f"{c.winner.axis} on dim {c.winner.dim}"
@@ -262,8 +275,9 @@ def transfer_lines(transfer: Transfer) -> Iterator[str]:
     often = f", {t.times} times in a loop" if t.times > 1 else ""
     kinds = " and ".join(t.kinds)
     along = ", ".join(t.axes)
-    yield f"  {kinds} along {along} at {t.at}, {bytes_text(t.bytes)}{often}"
-    yield f"      {t.tensor} {t.before} -> {t.after}"
+    at, tensor = map(shown_name, (t.at, t.tensor))
+    yield f"  {kinds} along {along} at {at}, {bytes_text(t.bytes)}{often}"
+    yield f"      {tensor} {t.before} -> {t.after}"
     for name, origins in ("before", t.before_origins), ("after", t.after_origins):
         for origin in origins:
             yield f"      {name}: {origin}"

@@ -201,6 +201,15 @@ def program_name(op_name: str) -> str:
     return _PREFIX.sub("", op_name)
 
 
+def shown_name(op_name: str) -> str:
+    """An op's name as texts print it: without the call that holds the whole program.
+
+    Keras and `tf.function` put it around the program; calls inside of it keep theirs.
+    """
+    head, slash, rest = op_name.partition("/")
+    return rest if slash and head in _CALLS else op_name
+
+
 def innermost_name(op_name: str) -> str:
     """The TF op; of ops that XLA merged the last one, which is the innermost."""
     return program_name(op_name.split(";")[-1])

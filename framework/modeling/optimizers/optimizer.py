@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -216,8 +217,26 @@ def global_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def slot_spec(spec: WeightSpec, without_dim: int | None = None) -> WeightSpec:
-    """A float32 slot that starts at zero, like `spec` or like it without a dim."""
-    kept = [i for i in range(len(spec.shape)) if i != without_dim]
+    """A float32 slot that starts at zero, like `spec` or like it without a dim.
+
+    Args:
+      spec: of the weight.
+      without_dim: number of the dim that the slot lacks, negative ones from the end;
+        None: it has all.
+
+    Raises:
+      ValueError: the weight has no such dim.
+      TypeError: `without_dim` is no integer.
+    """
+    rank = len(spec.shape)
+    left_out = None if without_dim is None else operator.index(without_dim)
+    if left_out is not None and not -rank <= left_out < rank:
+        raise ValueError(
+            f"slot_spec: without_dim is {without_dim}, but the weight has {rank} dims, "
+            f"({', '.join(map(str, spec.dims))}): give a number from {-rank} to "
+            f"{rank - 1}"
+        )
+    kept = [i for i in range(rank) if left_out is None or i != left_out % rank]
     return WeightSpec(
         shape=tuple(spec.shape[i] for i in kept),
         dims=tuple(spec.dims[i] for i in kept),

@@ -74,8 +74,7 @@ function collectivePart(side, collective) {
     h("p", {}, h("strong", {}, collective.kind), " ",
       ...(collective.axes ?? []).map((axis) => axisMark(axis, mesh)),
       ` ${bytesText(collective.bytes)}${often}${shared}`),
-    collective.between.length ? "" : h("p", {class: "soft small"},
-      "Propagation sees nothing to send here: XLA decided by itself."),
+    collective.cause.map((line) => h("p", {class: "soft"}, line)),
     collective.between.map((each) => {
       const [before, after] = [shardings[each.before], shardings[each.after]];
       return [

@@ -22,6 +22,7 @@ from meshwright.framework.modeling.layer import (
     as_gradient,
     initialize,
 )
+from meshwright.framework.modeling.optimizers.optimizer import slot_spec
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 
@@ -223,3 +224,15 @@ def test_a_weight_whose_merged_dims_are_split_otherwise_is_no_matrix(weights):
     assert dataclasses.replace(spec, rows=None).as_matrix(ShardingPlan()).rows is None
     with pytest.raises(ValueError, match="rows is 3, but .* has 3 dims in a layer"):
         dataclasses.replace(spec, rows=3)
+
+
+def test_a_slot_without_a_dim():
+    spec = weight(2, 3, dims=("a", "b"))
+    assert slot_spec(spec, without_dim=-1) == slot_spec(spec, without_dim=1)
+    assert slot_spec(spec, without_dim=-1).dims == ("a",)
+    with pytest.raises(
+        ValueError, match=r"without_dim is 2, .* 2 dims, \(a, b\): give"
+    ):
+        slot_spec(spec, without_dim=2)
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted"):
+        slot_spec(spec, without_dim="b")

@@ -58,7 +58,7 @@ def check(layer, **how):
     rng = np.random.default_rng(0)
     x = rng.standard_normal([4, 6], np.float32)
     row = rng.standard_normal(4, np.float32)
-    assert_layer_parity(layer, x, plan=PLAN, row=row, **how)
+    assert_layer_parity(layer, x, **{"plan": PLAN, "row": row, **how})
 
 
 def test_a_layer_that_agrees_passes():
@@ -81,7 +81,7 @@ def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
 @pytest.mark.parametrize(
     ("wrong", "tensor", "table"),
     [
-        ({"hidden": "hiden"}, "h", "activations"),
+        ({"hidden": "hiden"}, "Scaled.h", "activations"),
         ({"model": "modell"}, "w", "weights"),
     ],
 )
@@ -94,6 +94,24 @@ def test_a_misspelt_dim_is_told(wrong, tensor, table):
     )
     with pytest.raises(AssertionError, match=message):
         check(Scaled(**wrong))
+
+
+def test_a_misspelt_dim_of_the_plan_is_told():
+    """Of a dim that is in the other table, so that its own name says nothing."""
+    weights = {"model": "X", "hiddn": "Y"}
+    message = (
+        r"Scaled: ShardingPlan\.weights splits dim 'hiddn', which no weight has; do "
+        r"you mean hidden\?"
+    )
+    with pytest.raises(AssertionError, match=message):
+        check(Scaled(), plan=dataclasses.replace(PLAN, weights=weights))
+
+
+def test_a_dim_of_other_layers_in_the_plan_is_warned_of(caplog):
+    weights = {**PLAN.weights, "vocabulary": "Y"}
+    check(Scaled(), plan=dataclasses.replace(PLAN, weights=weights))
+    (record,) = caplog.records
+    assert "splits dim 'vocabulary', which no weight has" in record.getMessage()
 
 
 def test_other_names_of_dims_are_free():
@@ -113,6 +131,13 @@ class Doing(Layer):
 
     def fprop(self, ctx, theta, x):
         return self.does(x * theta.w)
+
+
+class Splitting(Layer):
+    """Names too few dims."""
+
+    def fprop(self, ctx, theta, x):
+        return ctx.split(x, ("batch",), name="h")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +161,11 @@ class Doing(Layer):
             r"Doing: .* has a size that depends on values.*tf.where\(mask, x, 0\)",
         ),
         (
+            Splitting(),
+            ValueError,
+            r"Splitting.h: split names 1 of the dims of a tensor of shape \(4, 6\)",
+        ),
+        (
             Doing(does=tf.identity, made=dict),
             TypeError,
             r"Doing.weights\(\) returned a dict; return a NestedMap of Weight",
@@ -151,6 +181,48 @@ def test_a_layer_that_cannot_agree_is_told_why(layer, error, message):
     x = np.random.default_rng(0).standard_normal([4, 6], np.float32)
     with pytest.raises(error, match=message):
         assert_layer_parity(layer, x, plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (
+            lambda x: x + np.random.standard_normal(x.shape).astype(np.float32),
+            r"output 0(.|\n)*Two calls on one device differ too, as by random numbers "
+            r"of NumPy .*: draw them from ctx.random_key\(\)",
+        ),
+        (
+            lambda x: x + tf.random.stateless_normal(x.shape, [1, 2]) * rounded(x),
+            r"output 0(.|\n)*op '.*StatelessRandomNormalV2' .* by TF's own generator, "
+            r".*: draw them from ctx.random_key\(\)",
+        ),
+    ],
+)
+def test_random_numbers_that_may_differ_are_hinted_at(does, message):
+    x = np.random.default_rng(0).standard_normal([4, 6], np.float32)
+    with pytest.raises(AssertionError, match=message):
+        assert_layer_parity(Doing(does=does), x, plan=PLAN)
+
+
+def rounded(x):
+    """1 in eager TF and 2 in a program, so that it fails whatever is drawn."""
+    return 1.0 if tf.executing_eagerly() else 2.0
+
+
+def test_random_numbers_of_an_optimizer_are_told():
+    message = r"Drawing: op .*RandomUniform.* no two calls agree: draw them from random"
+    with pytest.raises(AssertionError, match=message):
+        assert_optimizer_parity(Drawing(learning_rate=0.1), SPECS, plan=PLAN)
+
+
+class Drawing(SGD):
+    """SGD whose gradients have noise of TF's own."""
+
+    def rule(self, step, rate):
+        right = super().rule(step, rate)
+        return lambda grad, *others: right(
+            grad * tf.random.uniform(grad.shape), *others
+        )
 
 
 def test_the_tolerance_holds_whatever_the_activation_dtype():

@@ -116,3 +116,6 @@ def test_only_misspelt_words_of_names_are_told(name, is_told):
     names = ("model", "hidden1", "out_channels", "key_heads")
     plan = ShardingPlan(mesh_shape=(2, 4), weights=dict.fromkeys(names, "Y"))
     assert bool(NotingPlan.of(plan).misspelt({"w": (name,)})) == is_told
+    table = ShardingPlan(mesh_shape=(2, 4), weights={name: "Y"})
+    (entry,) = NotingPlan.of(table).unused({"w": names})
+    assert entry.is_misspelt == is_told

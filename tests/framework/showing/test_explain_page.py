@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.explain_text import cause_lines
 from meshwright.framework.compiler.program import trace_program
 from meshwright.framework.showing.page import filled, page_text
 from tests.framework.hlo.why.why_programs import kept, lies, traced
@@ -262,6 +263,10 @@ def test_every_tensor_and_collective_of_the_program_is_on_it():
         [s["text"] for s in compiled["shardings"]].index(str(t.sharding))
         for t in explanation.tensors
     ]
+    causes = {tuple(one["cause"]) for one in compiled["collectives"]}
+    at_tensors = [c for t in explanation.tensors for c in t.collectives]
+    every = [*at_tensors, *explanation.elsewhere]
+    assert causes == {tuple(cause_lines(one)) for one in every} and len(causes) > 1
     shown = {n for t in compiled["tensors"] for n in t["sent"]}
     assert shown | set(compiled["elsewhere"]) == set(
         range(len(compiled["collectives"]))

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -154,18 +155,42 @@ class Use:
 
     @functools.cached_property
     def result_shapes(self) -> list[tuple[int, ...]]:
-        traced = tf.function(self.fn, autograph=False).get_concrete_function(
-            *(tf.TensorSpec(o.shape, o.dtype) for o in self.inputs.values())
-        )
+        """The results' shapes.
+
+        Raises:
+          ValueError: TF cannot trace the expression of such inputs.
+        """
+        specs = [tf.TensorSpec(o.shape, o.dtype) for o in self.inputs.values()]
+        try:
+            fn = tf.function(self.fn, autograph=False)
+            traced = fn.get_concrete_function(*specs)
+        except Exception as error:  # Of any kind: the expression is anybody's.
+            of = ", ".join(f"{name}: {each}" for name, each in self.inputs.items())
+            raise ValueError(
+                f"TF does not take {self.expression} of {of} "
+                f"({type(error).__name__}: {error}): correct the expression, or the "
+                "shapes and formats of its inputs"
+            ) from error
         return [tuple(shape) for shape in tf.nest.flatten(traced.output_shapes)]
 
 
 OPERATORS: dict[str, st.SearchStrategy[Use]] = {}
+_PLACES: dict[str, str] = {}
 
 
 def operator(draw_use: Callable[..., Use]) -> None:
-    """Enters a function that draws a use of an operator, under the function's name."""
-    OPERATORS[draw_use.__name__] = st.composite(draw_use)()
+    """Enters a function that draws a use of an operator, under the function's name.
+
+    Raises:
+      ValueError: another function has the name.
+    """
+    name, code = draw_use.__name__, draw_use.__code__
+    place = f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno}"
+    if name in OPERATORS:
+        raise ValueError(
+            f"{_PLACES[name]} and {place} both define operator {name!r}: rename one"
+        )
+    OPERATORS[name], _PLACES[name] = st.composite(draw_use)(), place
 
 
 # Dims that mesh axes divide come up as often as those that they do not.

@@ -31,6 +31,9 @@ from tests.operators.judging.cases import Case, compiled, run, wanted
 _TIMEOUT = 300
 # Each program leaves some megabytes behind.
 _PROGRAMS_IN_A_PROCESS = 150
+_NO_KERNEL = re.compile(
+    "it has no kernel for|No OpKernel was registered|Could not find device for node"
+)
 _ROWS = [row.name for row in (*FAULTS, *workarounds.WORKAROUNDS)]
 
 
@@ -41,6 +44,7 @@ class Outcome(enum.Enum):
     WRONG = "wrong"
     DECLINED = "refused as documented"  # Before XLA, which would end the process.
     UNREPAIRED = "refused by us"  # A LoweringError; no drawn case should be refused.
+    NO_KERNEL = "no kernel"  # TF, or TF2XLA, has none for this device.
     REFUSED = "refused by XLA"
     ENDED = "process ended"
     STUCK = "stuck"
@@ -175,8 +179,9 @@ def _serve(pipe) -> None:
 def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
     try:
         want = wanted(cases)
-    except Exception:
-        return Verdict(Outcome.FAILED, traceback.format_exc())
+    except Exception as e:
+        outcome = Outcome.NO_KERNEL if _NO_KERNEL.search(str(e)) else Outcome.FAILED
+        return Verdict(outcome, traceback.format_exc())
     try:
         values = [case.use.values for case in cases]
         program = compiled(cases, partitioner, values)
@@ -201,6 +206,8 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
 
 
 def _refusal(error: LoweringError, may_decline: bool) -> Outcome:
+    if _NO_KERNEL.search(str(error)):
+        return Outcome.NO_KERNEL
     if error.__cause__ is not None:
         return Outcome.REFUSED
     documented = "in a manual subgroup, which GSPMD cannot partition" in str(error)

@@ -67,11 +67,18 @@ def uses(draw, operator: str) -> Use:
     return use
 
 
+def _result_ranks(use: Use, operator: str) -> list[int]:
+    try:
+        return [len(shape) for shape in use.result_shapes]
+    except ValueError as error:
+        raise ValueError(f"operator {operator!r}: {error}") from error.__cause__
+
+
 @st.composite
 def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
     use = draw(uses(operator))
     inputs = [len(operand.shape) for operand in use.inputs.values()]
-    results = [len(shape) for shape in use.result_shapes]
+    results = _result_ranks(use, operator)
     region = draw(regions(mesh))
     several = not region and draw(_SELDOM)
 
@@ -102,7 +109,7 @@ def layouts(draw, name: str, mesh: DeviceMesh) -> Case:
     """One of `LAYOUTS`, every tensor of its operator annotated."""
     use = LAYOUTS[name]
     inputs = [len(operand.shape) for operand in use.inputs.values()]
-    results = [len(shape) for shape in use.result_shapes]
+    results = _result_ranks(use, name)
     region = draw(regions(mesh))
 
     def annotated(ranks):

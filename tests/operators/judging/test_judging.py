@@ -1,12 +1,15 @@
 """What judges the matrix tells faults, and says which case is at fault."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.definitions.operators import OPERATORS
+from tests.operators.definitions.use import operator
 from tests.operators.judging.apart import Outcome, Verdict, judge, left_out
 from tests.operators.judging.groups import Group, Judged, judged_without
 from tests.operators.judging.layouts import LAYOUTS
@@ -62,10 +65,10 @@ def test_names_tell_operators_from_layouts():
     assert not OPERATORS.keys() & LAYOUTS.keys()
 
 
-@pytest.mark.parametrize("operator", list(OPERATORS)[::9])
-def test_a_case_is_read_from_what_it_prints(operator):
+@pytest.mark.parametrize("name", list(OPERATORS)[::9])
+def test_a_case_is_read_from_what_it_prints(name):
     group = Group(
-        operator=operator,
+        operator=name,
         partitioner=Partitioner.SHARDY,
         mesh=0,
         count=3,
@@ -107,6 +110,48 @@ def test_an_expression_that_tf_refuses_is_the_tests_own_error():
     (verdict,) = judge([dataclasses.replace(GOOD, use=use)], Partitioner.SHARDY)
     assert verdict.outcome is Outcome.FAILED and verdict.outcome.is_fault
     assert "concat" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        (
+            "tf.ensure_shape(tf.numpy_function(abs, [x], x.dtype), x.shape)",
+            "it has no kernel for",
+        ),
+        ("tf.raw_ops.InfeedDequeue(dtype=tf.float32, shape=[3, 4])", "InfeedDequeue"),
+    ],
+)
+def test_an_op_without_a_kernel_has_an_outcome_of_its_own(expression, says):
+    use = dataclasses.replace(GOOD.use, expression=expression, differentiable=False)
+    (verdict,) = judge([dataclasses.replace(GOOD, use=use)], Partitioner.SHARDY)
+    assert verdict.outcome is Outcome.NO_KERNEL and verdict.outcome.is_fault
+    assert says in verdict.text
+
+
+def test_what_an_operator_draws_wrongly_names_it_and_the_remedy(monkeypatch):
+    wrong = dataclasses.replace(GOOD.use, expression="tf.matmul(x, y)")
+    monkeypatch.setitem(OPERATORS, "where", st.just(wrong))
+    group = Group(
+        operator="where", partitioner=Partitioner.SHARDY, mesh=0, count=1, seed=""
+    )
+    message = (
+        r"operator 'where': TF does not take tf.matmul\(x, y\) of x: \w+ \[3, 4\], "
+        r"y: \w+ \[4\] \(ValueError: .*\): correct the expression, or the shapes"
+    )
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        group.drawn()
+
+
+def test_an_operator_is_defined_once():
+    def where(draw):
+        pass
+
+    message = (
+        r"^pointwise\.py:\d+ and test_judging\.py:\d+ both define operator 'where'"
+    )
+    with pytest.raises(ValueError, match=message):
+        operator(where)
 
 
 @pytest.mark.parametrize("at", ["results", "gradients"])

@@ -53,6 +53,12 @@ def test_a_page_of_the_program_needs_a_program(tmp_path):
     assert not page.exists()
 
 
+@pytest.mark.parametrize("how", [{}, {"topology": "cpu"}])
+def test_warns_of_dims_that_decide_nothing(how, capsys, caplog):
+    call_main("ShardingPlan.weights = {'hiden': 'Y'}", "NUM_LAYERS = 1", **how)
+    assert "splits dim 'hiden', which no weight has; do you mean hidden?" in caplog.text
+
+
 def test_needs_no_flag_for_as_many_devices_as_the_mesh_has():
     """In a process of its own: this one has its devices already."""
     command = [sys.executable, "-m", "meshwright.trainers.plan"]

@@ -17,7 +17,6 @@ from meshwright.trainers.training.saved_config import (
 from meshwright.trainers.training.start_notes import (
     start_notes,
     warn_of_no_plan,
-    warn_of_unknown_dims,
 )
 from tests.trainers.small_run import at, small_programs
 
@@ -65,7 +64,7 @@ def test_a_job_without_a_plan_is_warned_of_devices_that_do_nothing(caplog):
 
 
 def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
-    warn_of_unknown_dims(small_programs())
+    small_programs().warn_of_unknown_dims()
     assert not caplog.records
     split = Context.split
 
@@ -74,7 +73,7 @@ def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
         return split(self, tensor, dims, name=name)
 
     monkeypatch.setattr(Context, "split", misspelt)
-    warn_of_unknown_dims(small_programs())
+    small_programs().warn_of_unknown_dims()
     (record,) = [r for r in caplog.records if "'hiden'" in r.getMessage()]
     assert record.getMessage().startswith("dim 'hiden' of 'stack.")
     assert "near it is 'hidden'" in record.getMessage()
@@ -86,7 +85,7 @@ def test_a_misspelt_dim_of_a_weight_is_warned_of(caplog):
     path, spec = next(item for item in specs.items_by_path() if "model" in item[1].dims)
     dims = ["modell" if dim == "model" else dim for dim in spec.dims]
     specs.set_path(path, dataclasses.replace(spec, dims=tuple(dims)))
-    warn_of_unknown_dims(programs)
+    programs.warn_of_unknown_dims()
     (record,) = caplog.records
     assert record.getMessage().startswith(f"dim 'modell' of '{path}' is in no table")
     assert "ShardingPlan.weights the entry 'modell': None" in record.getMessage()

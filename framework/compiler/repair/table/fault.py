@@ -44,7 +44,7 @@ class Fault(KnownFault):
       repair: what `choose` does, for docs, and for messages if it changes no sharding.
 
     Raises:
-      ValueError: StableHLO has no such operation.
+      ValueError: StableHLO has no such operation; or as `KnownFault`.
     """
 
     ops: tuple[str, ...]
@@ -52,6 +52,7 @@ class Fault(KnownFault):
     more: str = ""
 
     def __post_init__(self):
+        super().__post_init__()
         for op in self.ops:
             if op not in _OPS:  # The row would never apply.
                 raise ValueError(

@@ -44,6 +44,9 @@ class KnownFault:
       smallest: programs that meet it, by name.
       until: the first jaxlib without it; None while there is none.
       links: known upstream reports of it.
+
+    Raises:
+      ValueError: no program shows it, or one of them does so under no partitioner.
     """
 
     name: str
@@ -52,6 +55,18 @@ class KnownFault:
     smallest: Mapping[str, Smallest]
     until: tuple[int, ...] | None = None
     links: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not self.smallest:
+            raise ValueError(
+                f"row {self.name!r} has no program that shows it: give `smallest` one"
+            )
+        for name, program in self.smallest.items():
+            if not program.shardy and not program.gspmd:
+                raise ValueError(
+                    f"program {name!r} of row {self.name!r} meets it under neither "
+                    "partitioner: leave out shardy=False or gspmd=False"
+                )
 
     def is_in(self, jaxlib: tuple[int, ...]) -> bool:
         """Whether a version of jaxlib has the fault."""

@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.explain_text import cause_lines
 from meshwright.framework.compiler.explaining.provenance import Decided
 from meshwright.framework.compiler.explaining.why import COMPILED_NOTE, GSPMD_NOTE
 from meshwright.framework.compiler.program import trace_program
+from meshwright.framework.modeling import random
 from tests.framework.hlo.why.why_programs import MESH, kept, lies, traced
 
 over_partitioners = pytest.mark.parametrize("partitioner", mw.Partitioner)
@@ -185,6 +188,109 @@ def test_xlas_collective_at_the_op_that_makes_a_tensor_has_its_reason():
     ]
     (between,) = [sent for c in gathers for sent in c.between]
     assert [o.name for o in between.after_origins] == ["XlaSharding_1"]
+
+
+def summed_up(w, x):
+    """A running sum along a split dim, which XLA gathers; w is gathered as well."""
+    x = mw.mesh_split(x, MESH, ["X", "Y", None])
+    y = tf.einsum("bsm,mh->bsh", tf.cumsum(x, axis=1) * tf.exp(x), w)
+    return mw.mesh_split(y, MESH, ["X", None, None])
+
+
+@over_partitioners
+def test_what_xla_gathers_by_itself_has_no_transfer_of_another_tensor(partitioner):
+    program = mw.compile_program(
+        summed_up,
+        [tf.TensorSpec([64, 8]), tf.TensorSpec([4, 16, 64])],
+        MESH,
+        in_shardings=[lies("Y", None), None],
+        partitioner=partitioner,
+    )
+    explanation = mw.explain(program, reasons=True)
+    gathers = [
+        (c, t.op_name)
+        for t in explanation.tensors
+        for c in t.collectives
+        if c.kind == "all-gather"
+    ]
+    in_full = [c.gathers for c, _ in gathers if c.gathers]
+    assert in_full and set(in_full) <= set(explanation.rematerialized())
+    for gather, _ in gathers:
+        sizes = [math.prod(shape) for shape in gather.shapes]
+        for sent in gather.between:
+            assert math.prod(sent.after.shard_shape(sent.shape)) in sizes
+    text = str(explanation)
+    listed = text.index("Gathered in full on every device")
+    assert "          gathered in full: XlaSharding" in text[:listed]
+
+
+@tf.function(autograph=False)
+def called(x):
+    return tf.exp(tf.tanh(mw.mesh_split(x, MESH, ["X", None])))
+
+
+def test_the_call_that_holds_the_program_is_no_part_of_printed_names():
+    traced = trace_program(
+        lambda x: called(x) + tf.tanh(x) + called(x + 1), [tf.TensorSpec([8, 4])], MESH
+    )
+    names = [tensor.name for tensor in traced.reasons.tensors]
+    assert "PartitionedCall/Tanh" in names and "Tanh" in names
+    exp = traced.why("PartitionedCall/Exp")
+    assert str(exp).startswith("Exp f32[8,4] [X,_]")
+    assert "PartitionedCall" not in str(exp)
+
+    def found(target):
+        return [reason.tensor.name for reason in traced.why(target).tensors]
+
+    # Of one name are both that print it, or else all that end so.
+    assert sorted(found("Tanh")) == ["PartitionedCall/Tanh", "Tanh"]
+    assert found("Exp") == ["PartitionedCall/Exp", "PartitionedCall_1/Exp"]
+    with pytest.raises(ValueError, match="near it are 'Exp'"):
+        traced.why("Expp")
+
+
+def dropped(state, x, key):
+    hidden = mw.mesh_split(x @ state["w"], MESH, ["X", "Y"])
+    kept = random.keep_mask(key, 0.5, hidden.shape)
+    y = tf.where(kept, hidden, 0.0)
+    return {"state": {"w": state["w"] + tf.reduce_mean(y)}, "y": y}
+
+
+def test_random_bits_of_a_line_and_new_values_are_a_line_each():
+    w = lies("X", "Y")
+    program = mw.compile_program(
+        dropped,
+        [
+            {"w": tf.TensorSpec([16, 32])},
+            tf.TensorSpec([8, 16]),
+            tf.TensorSpec([2], tf.uint32),
+        ],
+        MESH,
+        in_shardings=[{"w": w}, None, None],
+        out_shardings={"state": {"w": w}, "y": None},
+    )
+    explanation = mw.explain(program)
+    text = str(explanation)
+    bits = [t for t in explanation.tensors if t.dtype == "u32" and t.source]
+    assert len(bits) > 100
+    assert len(re.findall(r" u32\[", text)) < 20
+    assert re.search(r"      and \d+ more u32 tensors of this line", text)
+    assert "state.w" not in text
+    assert "  1 new value of arguments of the same names, split as these are" in text
+    assert "  state.w " in explanation.text(match="state")
+    # What is asked for is shown.
+    assert explanation.text(match="BitwiseXor").count("  BitwiseXor") > 10
+
+
+def test_a_collective_of_no_known_cause_says_so():
+    explanation = explained(mw.Partitioner.SHARDY)[1]
+    (back,) = (t for t in explanation.tensors if t.op_name == "while/MatMul_1")
+    (gather,) = (c for c in back.collectives if c.kind == "all-gather")
+    alone = dataclasses.replace(gather, between=())
+    assert list(cause_lines(gather)) == []
+    assert list(cause_lines(alone)) == [
+        "made by XLA's partitioner itself, for a cause that is not known"
+    ]
 
 
 def test_a_collective_of_several_tensors_is_counted_once():
