@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
-from tests.framework.functions.fit.keras_layers import (
+from tests.framework.functions.fit.library.keras_layers import (
     ABSTRACT,
     NO_JIT,
     REFUSED,

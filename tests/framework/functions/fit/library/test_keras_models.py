@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 import meshwright.framework as mw
-from tests.framework.functions.fit.keras_models import APPLICATIONS, MODELS, ROWS
+from tests.framework.functions.fit.library.keras_models import (
+    APPLICATIONS,
+    MODELS,
+    ROWS,
+)
 
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
 STEPS = 5
