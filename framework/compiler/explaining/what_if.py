@@ -140,17 +140,40 @@ def compare(
 
 
 def _spots(reasons: Reasons, tensor: TensorLayout) -> list[Spot]:
-    """Where a tensor is; of state both the argument and the result."""
+    """Where a tensor is; of state both the argument and the result.
+
+    State that is not carried is known by its path, as "0.theta.w" and "state.theta.w".
+    """
     spot = reasons.spot(tensor)
-    if spot.kind is Kind.INSIDE or spot.number >= reasons.written.notes.carried:
+    if spot.kind is Kind.INSIDE:
         return [spot]
-    return [*of_state({spot.number: None})]
+    if spot.number < reasons.written.notes.carried:
+        return [*of_state({spot.number: None})]
+    path = tensor.name.partition(".")[2]
+    others = [
+        reasons.spot(other)
+        for other in reasons.tensors
+        if path and other.kind not in (Kind.INSIDE, tensor.kind)
+        if other.name.partition(".")[2] == path and other.shape == tensor.shape
+    ]
+    return sorted([spot, *others], key=lambda of: of.kind.value)
 
 
 def _kept(
     reasons: Reasons, changes: Mapping[Spot, Sharding | None], *, are_sharded: bool
 ) -> Iterator[str]:
     """What stays as it is, though it might not in a program that is so annotated."""
+    borders = [t for t in reasons.tensors if t.kind is not Kind.INSIDE]
+    changed = [tensor for tensor in borders if reasons.spot(tensor) in changes]
+    weights = {_weight(tensor) for tensor in changed} - {()}
+    given = [
+        f"{tensor.kind.value} {tensor.name}"
+        for tensor in borders
+        if tensor not in changed and reasons.border(reasons.place(tensor)) is not None
+        if any(_weight(tensor)[: len(weight)] == weight for weight in weights)
+    ]
+    if given:
+        yield f"the given shardings stay of {', '.join(given)}"
     kept: dict[str, int] = {}
     for number, form in enumerate(reasons.written.in_forms):
         if form and form.kept_from and Spot(Kind.ARGUMENT, number) not in changes:
@@ -163,6 +186,11 @@ def _kept(
             "weight updates stay in shards as they are: trace the program with these "
             "shardings to have them decided anew"
         )
+
+
+def _weight(tensor: TensorLayout) -> tuple[str, ...]:
+    """The path of a weight in the names of it and its slots: "0.slots.layer.w.m"."""
+    return tuple(tensor.name.split(".")[2:])
 
 
 def _only(reasons: Reasons, name: str) -> TensorLayout:

@@ -156,6 +156,39 @@ def test_what_stays_as_it_is_is_noted():
     assert not mw.what_if(later, {"w": [None, "X"]}).notes
 
 
+def of_state(dims):
+    """A step of momentum SGD, a pure function of its state, whose slots are given."""
+
+    def step(state, x):
+        w, m = state["theta"]["w"], state["slots"]["w"]["m"]
+        m = 0.9 * m + tf.matmul(x, x @ w, transpose_a=True)
+        return {
+            "state": {"theta": {"w": w - m}, "slots": {"w": {"m": m}}},
+            "loss": w[0],
+        }
+
+    spec = tf.TensorSpec([M, M])
+    sharding = mw.Sharding.from_dims_mapping(MESH, dims)
+    specs = {"theta": {"w": spec}, "slots": {"w": {"m": spec}}}
+    state = tf.nest.map_structure(lambda _: sharding, specs)
+    return trace_program(
+        step,
+        [specs, tf.TensorSpec([8, M])],
+        MESH,
+        in_shardings=[state, None],
+        out_shardings={"state": state, "loss": None},
+    )
+
+
+def test_of_state_argument_and_result_change_and_given_slots_are_noted():
+    difference = mw.what_if(of_state([None, None]), {"theta.w": [None, "Y"]})
+    after = shardings(difference.after)
+    assert after["argument 0.theta.w"] == after["result state.theta.w"] == "[_,Y]"
+    (note,) = difference.notes
+    slots = "argument 0.slots.w.m, result state.slots.w.m"
+    assert note == f"the given shardings stay of {slots}"
+
+
 def test_a_variable_has_one_sharding():
     asked = {"argument 0.w_in": [None, "X"], "result state.w_in": [None, "Y"]}
     with pytest.raises(ValueError, match=r"asked for twice, as \[_,X\] and as \[_,Y\]"):
