@@ -233,7 +233,8 @@ def _restored(programs: StepPrograms) -> TrainState:
         check_model(f"the checkpoint in {folder}", there, wanted)
         return wanted
 
-    with Checkpoints(folder, access=Access.READ) as checkpoints:
+    orders = programs.layer_orders
+    with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
         state = checkpoints.restore_part(generate_flags.STEP.value, choose)
         restored = TrainState(programs, state)
         trained = checkpoints.metadata(restored.step).get("batches") or {}
