@@ -158,11 +158,15 @@ class TranslationInput(TokenInput):
         spec = {f"source_{name}": tf.TensorSpec(shape, tf.int32) for name in names}
         return NestedMap(spec, pair=tf.TensorSpec([batch], tf.int32))
 
-    def encode(self, text: str, language: str) -> list[int]:
-        """The ids of a source to be translated to `language`: tag, text and end."""
+    def encode(self, text: str, language: str | None) -> list[int]:
+        """The ids of a source to be translated to `language`: tag, text and end.
+
+        There is no tag if the language is None, for a vocabulary without any.
+        """
         vocabulary = self.trained_vocabulary()
         (ids,) = vocabulary.encode([text])
-        return [vocabulary.tag_id(language), *ids, vocabulary.end_id]
+        tag = [] if language is None else [vocabulary.tag_id(language)]
+        return [*tag, *ids, vocabulary.end_id]
 
     def to_translate(
         self, sources: Sequence[Sequence[int]], numbers: Sequence[int], rows: int

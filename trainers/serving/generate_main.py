@@ -22,6 +22,7 @@ from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.tasks.text.decoding import BeamSearch, Decoder, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.tasks.text.translation import Translation
+from meshwright.tasks.text.translation_input import TranslationInput
 from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoint_manifest import (
     ArraySpec,
@@ -110,6 +111,11 @@ def _with_vocabulary(experiment: Experiment) -> Experiment:
     """
     task = experiment.task
     if isinstance(task, Translation):
+        if not isinstance(task.text, TranslationInput):
+            raise ValueError(
+                f"Translation.text is {type(task.text).__name__}, which has no "
+                "vocabulary: generate with @TranslationInput() in its place"
+            )
         for flag in (generate_flags.MAX_TOKENS, generate_flags.CACHE_LENGTH):
             if flag.value is not None:
                 raise ValueError(

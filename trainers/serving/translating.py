@@ -28,13 +28,22 @@ def for_translating(experiment: Experiment, rows: int, seed: int) -> Experiment:
     return dataclasses.replace(experiment, global_batch=rows, seed=seed)
 
 
-def target_language(task: Translation, wanted: str | None) -> str:
+def target_language(task: Translation, wanted: str | None) -> str | None:
     """The language to translate to: the wanted one, or the only one there is.
+
+    None for a vocabulary without languages, such as T5's.
 
     Raises:
       ValueError: the vocabulary has no such language, or several and none is wanted.
     """
     known = task.text.trained_vocabulary().languages
+    if not known:
+        if wanted is not None:
+            raise ValueError(
+                "--target_language is given, but the vocabulary has no tags of "
+                "languages: leave it out"
+            )
+        return None
     if wanted in known or (wanted is None and len(known) == 1):
         return wanted or known[0]
     given = "is needed" if wanted is None else f"is {wanted!r}"
