@@ -212,6 +212,11 @@ class TextTask(Task):
         return total
 
     @property
+    def loss_extras(self) -> str:
+        extras = {"label smoothing": self.label_smoothing, "z-loss": self.z_loss}
+        return " and ".join(f"{name} ({x:g})" for name, x in extras.items() if x)
+
+    @property
     def subwords(self) -> SentencePieceVocabulary | None:
         """The settings of the input's vocabulary of subwords, if it has one."""
         vocabulary = getattr(self.text, "vocabulary", None)

@@ -45,7 +45,11 @@ from meshwright.trainers.training.saved_config import (
     note_changes,
     write_hyperparameters,
 )
-from meshwright.trainers.training.start_notes import start_notes, warn_of_unknown_dims
+from meshwright.trainers.training.start_notes import (
+    start_notes,
+    trace,
+    warn_of_unknown_dims,
+)
 from meshwright.trainers.training.step_histograms import write_histograms
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
@@ -195,6 +199,7 @@ class _Loop:
     def run_to_end(self) -> TrainResult:
         if self.run.evaluate:
             check_held_out(self.experiment)
+        trace(self.programs)
         warn_of_unknown_dims(self.programs)
         for line in start_notes(self.programs):
             log_line("%s", line)
