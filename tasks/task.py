@@ -150,6 +150,11 @@ class Task(Checked):
         """Matrices to show as pictures: how much of a row falls on each column."""
         return {}
 
+    @property
+    def loss_extras(self) -> str:
+        """What the training loss has that the metric `loss` has not, in words."""
+        return ""
+
     input: BatchedInput
     """Where batches come from: a field or a property of a subclass."""
 

@@ -1,4 +1,4 @@
-r"""meshwright-generate: continues text by a language model that was trained.
+r"""meshwright-generate: continues or translates text by a model that was trained.
 
 Example:
 
@@ -7,7 +7,7 @@ Example:
 
 A single prompt's continuation is shown as it is made; those of several are JSON
 objects, one a line. Without --prompt and --prompts_file each line of standard input is
-a prompt.
+a prompt. If the model is a Translation, prompts are sources, which it translates.
 """
 
 from __future__ import annotations

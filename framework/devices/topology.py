@@ -175,13 +175,28 @@ def topology_devices(name: str) -> list[jax.Device]:
     try:
         devices = topologies.get_topology_desc(name, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
-        raise ValueError(f"TPU topology {name!r}: {e}") from e
+        raise ValueError(_no_such_box(box, str(e))) from e
     except RuntimeError as e:
         raise ImportError(
             f"TPU topology {name!r} needs libtpu, which is not installed: "
             "pip install 'meshwright[plan]'"
         ) from e
     return sorted(devices, key=place_on_torus)
+
+
+def _no_such_box(box: Topology, reason: str) -> str:
+    """The message on a box that libtpu refuses, with boxes near to it."""
+    if "not divisible" not in reason:
+        return f"TPU topology {box.name!r}: {reason}"
+    x, y, *rest = (*box.chips, 1)[: max(len(box.chips), 2)]
+    near = {
+        dataclasses.replace(box, chips=(*pair, *rest)).name
+        for pair in itertools.product(*({n - n % 2 or 2, n + n % 2} for n in (x, y)))
+    }
+    return (
+        f"there is no TPU topology {box.name!r}: a host has 2 x 2 chips, so that the "
+        f"numbers of chips along x and y are even: give {' or '.join(sorted(near))}"
+    )
 
 
 def topology_of(devices: Sequence[jax.Device]) -> Topology | None:

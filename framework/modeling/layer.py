@@ -15,6 +15,7 @@ import tensorflow as tf
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.initializers import Initializer
+from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import OnConflict, annotate
@@ -50,6 +51,7 @@ class WeightSpec(Checked):
       constraint: what an optimizer makes of a new value before it is the weight's.
       rows: for a weight that is used as a matrix only: how many dims, after those that
         stack layers, its rows are; the rest are its columns. See `as_matrix`.
+      order: of a weight that stacks layers by stage: in which order; or None.
 
     Raises:
       ValueError: shape and dims do not match; the decay is out of range; no dim is
@@ -63,6 +65,7 @@ class WeightSpec(Checked):
     statistic_decay: float | None = bounded(None, at_least=0, at_most=1)
     constraint: Callable[[tf.Tensor], tf.Tensor] | None = None
     rows: int | None = bounded(None, at_least=1)
+    order: LayerOrder | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,8 +154,15 @@ class WeightSpec(Checked):
     def stacked(self, count: int, dim: str = STACK_DIM) -> WeightSpec:
         """The spec of `count` such weights stacked in a tensor."""
         return dataclasses.replace(
-            self, shape=(count, *self.shape), dims=(dim, *self.dims)
+            self, shape=(count, *self.shape), dims=(dim, *self.dims), order=None
         )
+
+    @property
+    def layer_order(self) -> LayerOrder | None:
+        """In which order the weight stacks layers; None if it does not."""
+        if self.order is None and self.dims[:1] == (STACK_DIM,):
+            return LayerOrder(layers=self.shape[0], stages=1, rounds=1)
+        return self.order
 
 
 class Mode(enum.Enum):

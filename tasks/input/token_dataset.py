@@ -1,28 +1,43 @@
-"""Any `tf.data.Dataset` of rows of tokens as a language model's input.
+"""Any `tf.data.Dataset` of rows of tokens as the input of a task on text.
 
-S sequence, V vocabulary.
+Dims: S sequence or source, T target, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import bounded
-from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.input.batched_input import TokenInput
-from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, DatasetInput
+from meshwright.tasks.input.packed_rows import PackedRows, Side
 
-_INTS = ("ids", "labels", "segment_ids", "segment_positions")
-_NEEDED = ("ids", "labels")
+_TEXT = Side(
+    ids="ids",
+    labels="labels",
+    segments="segment_ids",
+    positions="segment_positions",
+    weights="weights",
+    is_token=tf.ones_like,
+)
+_SOURCE, _TARGET = (
+    Side(
+        ids=f"{name}_ids",
+        segments=f"{name}_segment_ids",
+        positions=f"{name}_positions",
+        is_token=lambda ids: ids != 0,
+        **more,
+    )
+    for name, more in (
+        ("source", {}),
+        ("target", {"labels": "target_labels", "weights": "target_weights"}),
+    )
+)
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenDataset(DatasetInput, TokenInput):
+class TokenDataset(PackedRows):
     """Batches of rows of tokens that your `tf.data` pipeline has packed.
 
     An example is a dict of tensors [S], of one S:
@@ -44,94 +59,63 @@ class TokenDataset(DatasetInput, TokenInput):
         `DatasetInput`.
     """
 
-    vocab_size: int = bounded(at_least=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        given = self.structure
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"TokenDataset.train returns examples of {type(given).__name__}; it "
-                f"must return dicts with {' and '.join(_NEEDED)}"
-            )
-        if missing := [name for name in _NEEDED if name not in given]:
-            raise ValueError(
-                f"TokenDataset.train returns examples without {', '.join(missing)}: "
-                f"they have {', '.join(given)}"
-            )
-        known = self.element_spec(None)
-        for name, leaf in given.items():
-            if name not in known:
-                raise ValueError(
-                    f"TokenDataset.train returns examples with {name!r}; a language "
-                    f"model reads {', '.join(known)}: leave it out"
-                )
-            is_number = name == "weights" or leaf.dtype.is_integer
-            if leaf.shape != [self.sequence_length] or not is_number:
-                raise ValueError(
-                    f"TokenDataset.train: {name} of an example is {leaf.dtype.name} "
-                    f"{leaf.shape.as_list()}; it must be {known[name].dtype.name} "
-                    f"[{self.sequence_length}]"
-                )
+    sides = (_TEXT,)
+    reader = "a language model"
 
     @property
     def sequence_length(self) -> int:
         """S."""
-        shape = self.structure["ids"].shape
-        if shape.rank != 1:
+        return self.length(_TEXT)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairDataset(PackedRows):
+    """Batches of sources and targets as tokens, from your `tf.data` pipeline.
+
+    An example is a dict of tensors, source_* [S] and target_* [T]; a row may have one
+    pair, or several that are packed:
+      source_ids: int32, tokens that the encoder reads, 0 <= id < V.
+      target_ids: int32, tokens that the decoder reads: a start, and the target.
+      target_labels: int32, tokens to predict: the target, and an end.
+      target_weights: float32, of each label in the loss.
+      source_segment_ids, target_segment_ids: int32, pairs counted from 1 within the
+        row; 0 is padding.
+      source_positions, target_positions: int32, position within the source or target;
+        by default within the row.
+
+    Without weights and segments a row is one pair, in which source ids and labels that
+    are 0 are padding. The last batch of held-out examples is filled up with rows of
+    weight 0. To translate, give the task a `TranslationInput` with the tokens'
+    vocabulary in its place.
+
+    Args:
+      vocab_size: V, above every id; another id stops the run.
+
+    Raises:
+      ValueError: a tensor is missing, unknown, or of another shape or kind; there are
+        segments of one side alone; see `DatasetInput`.
+    """
+
+    sides = (_SOURCE, _TARGET)
+    reader = "a translation model"
+
+    def __post_init__(self):
+        super().__post_init__()
+        segments = [side.segments for side in self.sides]
+        given = [name for name in segments if name in self.structure]
+        if len(given) == 1:
             raise ValueError(
-                f"TokenDataset.train: ids of an example have shape {shape}; it must be "
-                "[S], a row of tokens"
+                f"PairDataset.train returns examples with {given[0]} alone: a target "
+                f"attends to the source of its number, so give {' and '.join(segments)}"
             )
-        return shape[0]
 
-    def element_spec(self, batch: int | None) -> NestedMap:
-        shape = [batch, self.sequence_length]
-        spec = NestedMap({name: tf.TensorSpec(shape, tf.int32) for name in _INTS})
-        return NestedMap(spec, weights=tf.TensorSpec(shape, tf.float32))
+    @property
+    def source_length(self) -> int:
+        """S."""
+        return self.length(_SOURCE)
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        batches = super().train_batches(
-            start_step, global_batch=global_batch, rows=rows
-        )
-        return batches.map(self._complete)
-
-    def held_out_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        batches = super().held_out_batches(
-            global_batch=global_batch, rows=rows, max_batches=max_batches
-        )
-        return batches.map(self._complete)
-
-    def _complete(self, batch: NestedMap) -> NestedMap:
-        """A batch with all tensors, of which rows that fill it up are padding."""
-        ids = batch["ids"]
-        is_row = batch[ROW_WEIGHTS][:, None]
-        by_default = {
-            "weights": tf.ones_like(ids, tf.float32),
-            "segment_ids": tf.ones_like(ids),
-            "segment_positions": tf.zeros_like(ids) + tf.range(self.sequence_length),
-        }
-        full = NestedMap(
-            {
-                name: tf.cast(batch.get(name, by_default.get(name)), leaf.dtype)
-                for name, leaf in self.element_spec(None).items()
-            }
-        )
-        full.weights *= is_row
-        full.segment_ids *= tf.cast(is_row, tf.int32)
-        for name in _NEEDED:
-            self._check(name, full[name])
-        return full
-
-    def _check(self, name: str, ids: tf.Tensor) -> None:
-        inside = tf.reduce_all((ids >= 0) & (ids < self.vocab_size))
-        message = (
-            f"TokenDataset: {name} has an id that is not below vocab_size = "
-            f"{self.vocab_size}, or is negative: set it to that of the tokens, "
-            "the least and the largest of which are"
-        )
-        tf.debugging.Assert(inside, [message, tf.reduce_min(ids), tf.reduce_max(ids)])
+    @property
+    def target_length(self) -> int:
+        """T."""
+        return self.length(_TARGET)

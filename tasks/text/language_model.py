@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import gin
 import numpy as np
@@ -34,10 +32,6 @@ from meshwright.tasks.input.token_dataset import TokenDataset
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.tasks.text.text_task import TextTask
-from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
-
-VOCABULARY_FILE = "vocabulary.model"
-"""The vocabulary's SentencePiece model, in the folder of a training."""
 
 
 @gin.register
@@ -224,15 +218,11 @@ class LanguageModel(TextTask):
             return metrics
         # All tokens are bytes, or as many bytes in the mean as those held out.
         tokens_of_a_byte = 1.0
-        if self._vocabulary is not None:
+        if self.subwords is not None:
             held_out = self.text.statistics(Split.HELD_OUT)
             tokens_of_a_byte = held_out.tokens / held_out.text_bytes
         bits = metrics["loss"] * tokens_of_a_byte / math.log(2)
         return {**metrics, "bits_per_byte": bits}
-
-    @property
-    def _vocabulary(self) -> SentencePieceVocabulary | None:
-        return self.text.vocabulary if isinstance(self.text, TextInput) else None
 
     def describe_data(self) -> dict[str, float]:
         if not isinstance(self.text, TextInput):
@@ -246,7 +236,7 @@ class LanguageModel(TextTask):
             "held-out bytes": held_out.text_bytes,
             "unigram entropy, bits per byte": train.unigram_entropy,
         }
-        if self._vocabulary is not None:
+        if self.subwords is not None:
             facts["training tokens"] = train.tokens
         return facts
 
@@ -254,7 +244,7 @@ class LanguageModel(TextTask):
         if not isinstance(self.text, TextInput):
             return super().data_fingerprint()
         vocabulary = {}
-        if self._vocabulary is not None:
+        if self.subwords is not None:
             vocabulary["vocabulary"] = self.text.trained_vocabulary().sha256
         return {
             **vocabulary,
@@ -262,45 +252,6 @@ class LanguageModel(TextTask):
             "TextInput.seed": self.text.seed,
             "TextInput.sequence_length": self.text.sequence_length,
         }
-
-    def trained_files(self) -> dict[str, bytes]:
-        if self._vocabulary is None:
-            return {}
-        return {VOCABULARY_FILE: self.text.trained_vocabulary().model}
-
-    def as_trained(self, folder: str) -> LanguageModel:
-        """The task with the vocabulary of the training whose folder that is.
-
-        It is as it was if it has no vocabulary, or one of a file, and if there is no
-        vocabulary in the folder. The folder may be in a bucket.
-        """
-        vocabulary = self._vocabulary
-        if vocabulary is None or vocabulary.model_file:
-            return self
-        file = os.path.join(os.path.expanduser(folder), VOCABULARY_FILE)
-        if not tf.io.gfile.exists(file):
-            return self
-        vocabulary = dataclasses.replace(vocabulary, model_file=file)
-        text = dataclasses.replace(self.text, vocabulary=vocabulary)
-        return dataclasses.replace(self, text=text)
-
-    def check_vocabulary(self, trained: Mapping[str, Any]) -> None:
-        """Checks the vocabulary against a training's `data_fingerprint`.
-
-        Raises:
-          ValueError: it is another.
-        """
-        wanted = trained.get("vocabulary")
-        if wanted is None:
-            return
-        if self._vocabulary is None or self.text.trained_vocabulary().sha256 != wanted:
-            raise ValueError(
-                "the vocabulary is not the one that the weights were trained with, "
-                f"whose model has the SHA-256 {wanted}: set "
-                "SentencePieceVocabulary.model_file to that model, which a training "
-                f"writes into its folder as {VOCABULARY_FILE}, or bring back the "
-                "training files as they were"
-            )
 
     def train_flops(self, global_batch: int) -> float:
         """See `TextTask.stacks_flops`."""

@@ -114,6 +114,7 @@ class ParallelFiles(Checked):
             raise ValueError(
                 f"no {split.value} pairs under {self.root!r}: add files, or change "
                 f"{type(self).__name__}.held_out_one_in ({self.held_out_one_in})"
+                f"{self.hint}"
             )
         return pairs
 
@@ -321,12 +322,18 @@ class TsvFiles(ParallelFiles):
     A file is named after its languages: en-de.tsv holds English and German.
     """
 
+    hint = "; a file is named after its two languages, such as en-de.tsv"
+
     def read(self) -> Iterator[Pair]:
         for path in self._files((".tsv",)):
             prefix = f"{self.source_language}-"
             target = path.stem.removeprefix(prefix)
             if not path.stem.startswith(prefix):
-                logging.warning("left out, as it is not from %s: %s", prefix[:-1], path)
+                logging.warning(
+                    "left out, as its name is not %s and a language, as in %sde.tsv: "
+                    "%s; rename it, or set TsvFiles.source_language",
+                    *(prefix[:-1], prefix, path),
+                )
             elif not self.languages or target in self.languages:
                 yield from self._pairs_of(path, target)
 
@@ -342,7 +349,8 @@ class TsvFiles(ParallelFiles):
             if len(columns) != 2 or not all(map(str.strip, columns)):
                 raise ValueError(
                     f"{path}:{number} has {len(columns)} columns, or an empty one: "
-                    "write the source, one tab and the translation on each line"
+                    "write the source, one tab and the translation on each line, "
+                    "without names of columns; the file's name has the languages"
                 )
             source, target = map(str.strip, columns)
             yield Pair(self.source_language, language, source, target)

@@ -6,8 +6,9 @@ Dims: B batch, S sequence, M model, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +25,7 @@ from meshwright.layers.stacks.loss_by_parts import check_parts, loss_by_parts
 from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.task import Task, TaskLoss
 from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metrics
+from meshwright.tasks.text.vocabulary import VOCABULARY_FILE, SentencePieceVocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,57 @@ class TextTask(Task):
                 extra = getattr(self, name).extra_flops(lengths[name])
             total += global_batch * lengths[name] * (6.0 * size + 3.0 * extra)
         return total
+
+    @property
+    def loss_extras(self) -> str:
+        extras = {"label smoothing": self.label_smoothing, "z-loss": self.z_loss}
+        return " and ".join(f"{name} ({x:g})" for name, x in extras.items() if x)
+
+    @property
+    def subwords(self) -> SentencePieceVocabulary | None:
+        """The settings of the input's vocabulary of subwords, if it has one."""
+        vocabulary = getattr(self.text, "vocabulary", None)
+        is_subwords = isinstance(vocabulary, SentencePieceVocabulary)
+        return vocabulary if is_subwords else None
+
+    def trained_files(self) -> dict[str, bytes]:
+        if self.subwords is None:
+            return {}
+        return {VOCABULARY_FILE: self.text.trained_vocabulary().model}
+
+    def as_trained(self, folder: str) -> Self:
+        """The task with the vocabulary of the training whose folder that is.
+
+        It is as it was if it has no vocabulary, or one of a file, and if there is no
+        vocabulary in the folder. The folder may be in a bucket.
+        """
+        vocabulary = self.subwords
+        if vocabulary is None or vocabulary.model_file:
+            return self
+        file = os.path.join(os.path.expanduser(folder), VOCABULARY_FILE)
+        if not tf.io.gfile.exists(file):
+            return self
+        vocabulary = dataclasses.replace(vocabulary, model_file=file)
+        text = dataclasses.replace(self.text, vocabulary=vocabulary)
+        return dataclasses.replace(self, text=text)
+
+    def check_vocabulary(self, trained: Mapping[str, Any]) -> None:
+        """Checks the vocabulary against that in a training's `data_fingerprint`.
+
+        Raises:
+          ValueError: it is another.
+        """
+        wanted = trained.get("vocabulary")
+        if wanted is None:
+            return
+        if self.subwords is None or self.text.trained_vocabulary().sha256 != wanted:
+            raise ValueError(
+                "the vocabulary is not the one that the weights were trained with, "
+                f"whose model has the SHA-256 {wanted}: set "
+                "SentencePieceVocabulary.model_file to that model, which a training "
+                f"writes into its folder as {VOCABULARY_FILE}, or bring back the "
+                "training files as they were"
+            )
 
     @property
     def input(self) -> TokenInput:

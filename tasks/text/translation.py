@@ -21,6 +21,7 @@ from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.token_dataset import PairDataset
 from meshwright.tasks.task import DecodeResult, Decoding, Serving, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
 from meshwright.tasks.text.text_task import TextTask
@@ -34,7 +35,8 @@ class Translation(TextTask):
     """An encoder and a decoder with one vocabulary.
 
     Args:
-      text: the input; see `TranslationInput`.
+      text: the input, a `TranslationInput` or `PairDataset`; a batch is as that of the
+        first.
       encoder: layers from [B, S, M] to [B, S, M], which see all of a source.
       encoder_norm: normalization of the encoder's output.
       decoder: a stack of layers from [B, T, M] to [B, T, M], which see earlier tokens
@@ -48,7 +50,7 @@ class Translation(TextTask):
 
     stacks = ("encoder", "decoder")
 
-    text: TranslationInput
+    text: TranslationInput | PairDataset
     encoder: Layer
     encoder_norm: Layer
     decoder: Layer
@@ -168,18 +170,25 @@ class Translation(TextTask):
             return self.decoder_norm.fprop(c, theta.decoder_norm, x)
 
     @property
-    def decoding(self) -> TranslationDecoding:
-        return TranslationDecoding(self)
+    def decoding(self) -> TranslationDecoding | None:
+        return TranslationDecoding(self) if self._has_text else None
 
     @property
-    def serving(self) -> TranslationServing:
-        return TranslationServing(self)
+    def serving(self) -> TranslationServing | None:
+        return TranslationServing(self) if self._has_text else None
+
+    @property
+    def _has_text(self) -> bool:
+        """Whether the input knows the text of its tokens."""
+        return isinstance(self.text, TranslationInput)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         metrics = super().metrics(sums)
         return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
 
     def describe_data(self) -> dict[str, float]:
+        if not self._has_text:
+            return super().describe_data()
         train, held_out = (self.text.rows(split) for split in Split)
         return {
             "training pairs": train.pairs,
@@ -190,6 +199,8 @@ class Translation(TextTask):
         }
 
     def data_fingerprint(self) -> dict[str, str | int]:
+        if not self._has_text:
+            return super().data_fingerprint()
         return {
             "pairs": self.text.rows(Split.TRAIN).sha256,
             "vocabulary": self.text.trained_vocabulary().sha256,

@@ -126,7 +126,12 @@ class TranslationInput(TokenInput):
         return NestedMap(spec, target_weights=tf.TensorSpec(target, tf.float32))
 
     def trained_vocabulary(self) -> Vocabulary:
-        """The vocabulary of the training pairs, trained once in a process."""
+        """The vocabulary of the training pairs, trained once in a process.
+
+        Reads no pairs where there is a model file.
+        """
+        if self.vocabulary.model_file:
+            return _of_model(self.vocabulary)
         return _vocabulary(self.files, self.vocabulary)
 
     def rows(self, split: Split) -> PackedPairs:
@@ -153,6 +158,33 @@ class TranslationInput(TokenInput):
         spec = {f"source_{name}": tf.TensorSpec(shape, tf.int32) for name in names}
         return NestedMap(spec, pair=tf.TensorSpec([batch], tf.int32))
 
+    def encode(self, text: str, language: str | None) -> list[int]:
+        """The ids of a source to be translated to `language`: tag, text and end.
+
+        There is no tag if the language is None, for a vocabulary without any.
+        """
+        vocabulary = self.trained_vocabulary()
+        (ids,) = vocabulary.encode([text])
+        tag = [] if language is None else [vocabulary.tag_id(language)]
+        return [*tag, *ids, vocabulary.end_id]
+
+    def to_translate(
+        self, sources: Sequence[Sequence[int]], numbers: Sequence[int], rows: int
+    ) -> NestedMap:
+        """A batch as `source_spec`, a source per row, filled up with empty rows.
+
+        Args:
+          sources: the ids of each, S at most.
+          numbers: `pair` of each.
+          rows: B.
+        """
+        fill = rows - len(sources)
+        texts = [*([source] for source in sources), *[[]] * fill]
+        return NestedMap(
+            _side("source", texts, self.source_length),
+            pair=np.array([*numbers, *[-1] * fill], np.int32),
+        )
+
     def source_batches(
         self, global_batch: int, *, max_batches: int | None = None
     ) -> Iterator[NestedMap]:
@@ -171,12 +203,8 @@ class TranslationInput(TokenInput):
             fits = [fits[i * len(fits) // wanted] for i in range(wanted)]
         for at in range(0, len(fits), global_batch):
             numbers = fits[at : at + global_batch]
-            rows = [[encoded[i].source] for i in numbers]
-            fill = global_batch - len(numbers)
-            yield NestedMap(
-                _side("source", [*rows, *[[]] * fill], self.source_length),
-                pair=np.array([*numbers, *[-1] * fill], np.int32),
-            )
+            sources = [encoded[i].source for i in numbers]
+            yield self.to_translate(sources, numbers, global_batch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -216,6 +244,11 @@ class SampledOrder:
         is_padding |= within == count
         row = tf.gather(self.bounds, direction) + within
         return tf.where(is_padding, tf.cast(self.bounds[-1], row.dtype), row)
+
+
+@functools.cache
+def _of_model(spec: SentencePieceVocabulary) -> Vocabulary:
+    return spec.trained(())
 
 
 @functools.cache

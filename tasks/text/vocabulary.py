@@ -8,12 +8,16 @@ import functools
 import hashlib
 import io
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
 import gin
 import tensorflow as tf
 
+VOCABULARY_FILE = "vocabulary.model"
+"""A vocabulary's SentencePiece model, in the folder of a training."""
+_TAG = re.compile("<2(.+)>")
 _LONGEST = 4192  # Bytes of a text; SentencePiece leaves out longer ones.
 
 
@@ -283,6 +287,14 @@ class Vocabulary:
         if not self.has(tag_of(language)):
             raise ValueError(f"the vocabulary has no tag for language {language!r}")
         return self._processor.piece_to_id(tag_of(language))
+
+    @property
+    def languages(self) -> list[str]:
+        """The languages that have tags, sorted."""
+        processor = self._processor
+        controls = filter(processor.is_control, range(self.size))
+        tags = (_TAG.fullmatch(processor.id_to_piece(i)) for i in controls)
+        return sorted(tag[1] for tag in tags if tag)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without start, end and tag."""

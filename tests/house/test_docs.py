@@ -94,6 +94,7 @@ def test_command_builds(command, monkeypatch):
         flags |= {"family", "dtype", "mapping"}
     elif "meshwright-generate" in command:
         flags |= {"model_dir", "prompt", "temperature", "top_p"}
+        flags |= {"prompts_file", "target_language", "output"}
     else:
         flags |= {"model_dir", "mode", "platform"}
         flags |= {"coordinator", "num_processes", "process_id"}

@@ -254,3 +254,15 @@ def _digest(file: epath.Path, transfer: Transfer) -> str:
             digest.update(block)
             transfer.add(len(block))
     return digest.hexdigest()
+
+
+def brief(error: BaseException | None) -> str:
+    """The first cause, on one line: TensorStore says what failed at the very end."""
+    if error is None:
+        return "in another process"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    if len(text) > 400:
+        text = f"{text[:150]} ... {text[-250:]}"
+    return f"{type(error).__name__}: {text}"

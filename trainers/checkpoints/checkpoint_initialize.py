@@ -20,6 +20,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.framework.compiler.boundary.wide_elements import wide_elements
+from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.keras.keras_model import KerasModel
 from meshwright.tasks.task import Task
@@ -32,6 +33,7 @@ from meshwright.trainers.checkpoints.checkpoint_keras import (
 from meshwright.trainers.checkpoints.checkpoint_manifest import (
     ArraySpec,
     bullet_list,
+    check_orders,
     forms,
 )
 from meshwright.trainers.checkpoints.checkpoint_parts import Bounds, read_part
@@ -75,7 +77,11 @@ def check_is_there(source: InitializeFrom) -> None:
 
 
 def weights_from(
-    source: InitializeFrom, theta: NestedMap, task: Task | None = None
+    source: InitializeFrom,
+    theta: NestedMap,
+    task: Task | None = None,
+    *,
+    orders: Mapping[str, LayerOrder] | None = None,
 ) -> dict[str, jax.Array]:
     """Weights of another model, by the dotted paths that they have in this one.
 
@@ -87,12 +93,14 @@ def weights_from(
         in logical shapes.
       task: what is trained; a `KerasModel` knows the names of its weights in files of
         Keras, a `LanguageModel` those in published safetensors.
+      orders: in which order leaves of this model's state stack layers, by path, such as
+        `theta.decoder.w`.
 
     Raises:
-      CheckpointError: there is no such checkpoint, none is intact, or it does not fit;
-        the message lists where.
+      CheckpointError: there is no such checkpoint, none is intact, or it does not fit,
+        or has its layers in another order; the message lists where.
     """
-    fitting = _Fitting(source, theta)
+    fitting = _Fitting(source, theta, orders or {})
     with contextlib.ExitStack() as files:
         arrays = _read(source, fitting, task, files)
         taken = {path: fitting.assembled(path, arrays) for path in fitting.pieces}
@@ -158,10 +166,16 @@ class _Fitting:
     Args:
       source: the other model's checkpoint, and the names of its weights.
       theta: this model's weights, nested map of `jax.ShapeDtypeStruct` with shardings.
+      orders: as in `weights_from`.
     """
 
-    def __init__(self, source: InitializeFrom, theta: NestedMap):
-        self._source = source
+    def __init__(
+        self,
+        source: InitializeFrom,
+        theta: NestedMap,
+        orders: Mapping[str, LayerOrder],
+    ):
+        self._source, self._orders = source, orders
         self._weights = dict(theta.items_by_path())
         self._wanted = forms(theta)
         self.pieces: dict[str, list[_Piece]] = {}
@@ -201,11 +215,24 @@ class _Fitting:
                 f"{bullet_list(problems)}\nsee InitializeFrom.rules, only, missing and "
                 "unused"
             )
+        self._check_orders(saved)
         return {
             piece.name: self._abstract(path, piece, saved[piece.name])
             for path, pieces in self.pieces.items()
             for piece in pieces
         }
+
+    def _check_orders(self, saved: Mapping[str, ArraySpec]) -> None:
+        """Refuses whole stacks that number their layers otherwise than this model."""
+        wholes = {
+            f"theta.{path}": saved[pieces[0].name]
+            for path, pieces in self.pieces.items()
+            if not pieces[0].place.index
+        }
+        check_orders(
+            f"checkpoint {self._source.checkpoint}",
+            {path: (form, self._orders.get(path)) for path, form in wholes.items()},
+        )
 
     def assembled(self, path: str, arrays: Mapping[str, _Array]) -> jax.Array:
         """The weight at `path`, with the initial weight's sharding, from `arrays`."""

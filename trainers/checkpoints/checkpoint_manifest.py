@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 
@@ -18,10 +19,11 @@ _FROM_WEIGHTS = "another directory with these weights, by InitializeFrom.checkpo
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype name of one leaf."""
+    """Shape and dtype name of one leaf, and in which order it stacks layers, if so."""
 
     shape: tuple[int, ...]
     dtype: str
+    order: LayerOrder | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def of(cls, leaf: Any) -> ArraySpec:
@@ -32,9 +34,15 @@ class ArraySpec:
         return f"{self.dtype}{list(self.shape)}"
 
 
-def forms(state: NestedMap) -> dict[str, ArraySpec]:
-    """The form of each leaf by its dotted path."""
-    return {path: ArraySpec.of(leaf) for path, leaf in state.items_by_path()}
+def forms(
+    state: NestedMap, orders: Mapping[str, LayerOrder] | None = None
+) -> dict[str, ArraySpec]:
+    """The form of each leaf by its dotted path, with the order of layers by path."""
+    orders = orders or {}
+    return {
+        path: dataclasses.replace(ArraySpec.of(leaf), order=orders.get(path))
+        for path, leaf in state.items_by_path()
+    }
 
 
 def to_json(forms: Mapping[str, ArraySpec]) -> dict[str, Any]:
@@ -51,7 +59,9 @@ def from_json(saved: Any) -> dict[str, ArraySpec]:
     try:
         return {
             path: ArraySpec(
-                tuple(int(dim) for dim in form["shape"]), str(form["dtype"])
+                tuple(int(dim) for dim in form["shape"]),
+                str(form["dtype"]),
+                _order_from_json(form.get("order"), form["shape"]),
             )
             for path, form in saved.items()
         }
@@ -60,6 +70,69 @@ def from_json(saved: Any) -> dict[str, ArraySpec]:
             "a manifest maps paths to shapes and dtypes, but this one does not "
             f"({error})"
         ) from error
+
+
+def _order_from_json(saved: Any, shape: Sequence[int]) -> LayerOrder | None:
+    if saved is None:
+        return None
+    layers, stages, rounds = (int(saved[n]) for n in ("layers", "stages", "rounds"))
+    order = LayerOrder(layers=layers, stages=stages, rounds=rounds)
+    places = math.prod(shape[:2])
+    if min(layers, stages, rounds) < 1 or max(layers, stages * rounds) > places:
+        raise ValueError(f"{order} are not in the shape {shape}")
+    return order
+
+
+def has_orders(saved: Mapping[str, Any]) -> bool:
+    """Whether a manifest says in which order layers are; those of old do not."""
+    return any("order" in form for form in saved.values())
+
+
+def with_rounds(saved: Mapping[str, ArraySpec], rounds: int) -> dict[str, ArraySpec]:
+    """Forms of a manifest without orders: all pipelines had so many rounds.
+
+    Leaves that stack nothing get an order too, which nothing reads.
+    """
+
+    def with_order(form: ArraySpec) -> ArraySpec:
+        stages = form.shape[0] if form.shape else 0
+        if not 0 < stages * rounds <= math.prod(form.shape[:2]):
+            return form
+        order = LayerOrder(layers=None, stages=stages, rounds=rounds)
+        return dataclasses.replace(form, order=order)
+
+    return {path: with_order(form) for path, form in saved.items()}
+
+
+def check_orders(
+    name: str,
+    pairs: Mapping[str, tuple[ArraySpec, LayerOrder | None]],
+) -> None:
+    """Refuses stacks whose layers are in another order: shapes may be the same.
+
+    Args:
+      name: the checkpoint's, for messages.
+      pairs: by the path of what is read: its saved form, and the order wanted.
+
+    Raises:
+      CheckpointError: the orders differ; the message has both, and says what to set.
+    """
+    clashes: dict[tuple[LayerOrder, LayerOrder], list[str]] = {}
+    for path, (form, wanted) in pairs.items():
+        saved = form.order
+        if saved and wanted and not saved.is_same(wanted):
+            clashes.setdefault((saved, wanted), []).append(path)
+    if clashes:
+        lines = [
+            f"{paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: {saved} "
+            f"in the checkpoint, {wanted} in this model"
+            for (saved, wanted), paths in clashes.items()
+        ]
+        raise CheckpointError(
+            f"{name} has its layers in another order:{bullet_list(lines)}\nset "
+            "Pipeline.num_repeats, which says the rounds, and Pipeline.num_stages as "
+            "in the configuration that it was saved with"
+        )
 
 
 def differences(

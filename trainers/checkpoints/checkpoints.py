@@ -23,6 +23,7 @@ from meshwright.framework.compiler.xla.processes import (
     gather_from_processes,
     is_first_process,
 )
+from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints import checkpoint_digests as digests
 from meshwright.trainers.checkpoints import checkpoint_manifest as manifests
@@ -30,6 +31,7 @@ from meshwright.trainers.checkpoints import checkpoint_orbax
 from meshwright.trainers.checkpoints.checkpoint_digests import (
     CheckpointError,
     DamagedError,
+    brief,
 )
 from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 from meshwright.trainers.checkpoints.checkpoint_progress import (
@@ -38,6 +40,7 @@ from meshwright.trainers.checkpoints.checkpoint_progress import (
     bytes_read,
     bytes_written,
 )
+from meshwright.trainers.startup.gin_text import rounds_of_pipelines
 
 log = logging.getLogger("absl")
 
@@ -74,6 +77,7 @@ class Checkpoints:
       directory: a local path, made if it does not exist, or `gs://...`.
       max_to_keep: how many of the newest steps to keep; None keeps all.
       access: whether the directory may be written.
+      orders: how leaves stack layers, by path: saved, and what is restored must agree.
       gather: collects a number from each process.
 
     Raises:
@@ -86,6 +90,7 @@ class Checkpoints:
         *,
         max_to_keep: int | None = 3,
         access: Access = Access.READ_WRITE,
+        orders: Mapping[str, LayerOrder] | None = None,
         gather: digests.Gather = gather_from_processes,
     ):
         absl.logging.get_absl_logger().addFilter(checkpoint_orbax.is_not_chatter)
@@ -93,7 +98,7 @@ class Checkpoints:
         if self._local:
             directory = os.path.abspath(directory)
         self._directory = epath.Path(directory)
-        self._access = access
+        self._access, self._orders = access, orders or {}
         self._gather = gather
         if access is Access.READ_WRITE:
             self._check_writable()
@@ -171,7 +176,7 @@ class Checkpoints:
         arrays = [*state.leaves(), *(input_state or NestedMap()).leaves()]
         self.check_space(step, sum(array.nbytes for array in arrays))
         json.dumps(metadata)  # Fails here, not in the background.
-        forms = manifests.to_json(manifests.forms(state))
+        forms = manifests.to_json(manifests.forms(state, self._orders))
         items = {
             "state": ocp.args.StandardSave(checkpoint_orbax.to_dict(state)),
             "manifest": ocp.args.JsonSave(forms),
@@ -233,7 +238,7 @@ class Checkpoints:
         except Exception as error:
             raise CheckpointError(
                 f"the metadata of checkpoint {self._folder(step)} cannot be read "
-                f"({_brief(error)})"
+                f"({brief(error)})"
             ) from error
 
     def input_state(self, step: int) -> NestedMap | None:
@@ -249,7 +254,7 @@ class Checkpoints:
             return NestedMap(ocp.StandardCheckpointHandler().restore(folder))
         except Exception as error:
             raise CheckpointError(
-                f"the state of the input in {folder} cannot be read ({_brief(error)})"
+                f"the state of the input in {folder} cannot be read ({brief(error)})"
             ) from error
 
     def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
@@ -271,7 +276,9 @@ class Checkpoints:
 
         def read(step: int) -> NestedMap:
             name = f"checkpoint step {step} in {self._directory}"
-            manifests.check_model(name, self._forms(step), abstract)
+            saved = self._forms(step)
+            manifests.check_model(name, saved, abstract)
+            self._check_orders(step, saved, abstract)
             args = ocp.args.StandardRestore(checkpoint_orbax.to_dict(abstract))
             handler = ocp.StandardCheckpointHandler()
             return self._read_state(step, handler, args, abstract)
@@ -295,7 +302,9 @@ class Checkpoints:
         """
 
         def read(step: int) -> NestedMap:
-            abstract = choose(self._forms(step))
+            saved = self._forms(step)
+            abstract = choose(saved)
+            self._check_orders(step, saved, abstract)
             _check_shardings(abstract)
             item = checkpoint_orbax.to_dict(abstract)
             how = ocp.checkpoint_utils.construct_restore_args(item)
@@ -359,7 +368,7 @@ class Checkpoints:
         if any(self._gather(failure is not None)):
             raise CheckpointError(
                 f"checkpoint {self._folder(step)} cannot be read, though its files are "
-                f"as they were saved ({_brief(failure)})"
+                f"as they were saved ({brief(failure)})"
             ) from failure
         return result
 
@@ -413,7 +422,19 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def _forms(self, step: int) -> dict[str, ArraySpec]:
-        return manifests.from_json(self._read_json(step, "manifest"))
+        manifest = self._read_json(step, "manifest")
+        forms = manifests.from_json(manifest)
+        if manifests.has_orders(manifest):
+            return forms
+        rounds = rounds_of_pipelines(self._read_json(step, "metadata"))
+        return manifests.with_rounds(forms, rounds) if rounds else forms
+
+    def _check_orders(
+        self, step: int, saved: Mapping[str, ArraySpec], abstract: NestedMap
+    ) -> None:
+        paths = [path for path, _ in abstract.items_by_path() if path in saved]
+        wanted = {path: (saved[path], self._orders.get(path)) for path in paths}
+        manifests.check_orders(f"checkpoint {self._folder(step)}", wanted)
 
     def _read_json(self, step: int, item: str) -> Any:
         return json.loads((self._folder(step) / item / "metadata").read_text())
@@ -465,7 +486,7 @@ class Checkpoints:
             self._end_writing()
             raise CheckpointError(
                 f"saving checkpoint step {self._saving} in {self._directory} failed "
-                f"({_brief(error)}): check the disk; {self._kept()}"
+                f"({brief(error)}): check the disk; {self._kept()}"
             ) from error
 
     def _kept(self) -> str:
@@ -477,15 +498,3 @@ def _check_shardings(abstract: NestedMap) -> None:
     for path, spec in abstract.items_by_path():
         if spec.sharding is None:
             raise ValueError(f"restoring {path} needs a sharding for it")
-
-
-def _brief(error: BaseException | None) -> str:
-    """The first cause, on one line: TensorStore says what failed at the very end."""
-    if error is None:
-        return "in another process"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split())
-    if len(text) > 400:
-        text = f"{text[:150]} ... {text[-250:]}"
-    return f"{type(error).__name__}: {text}"

@@ -66,7 +66,8 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
         this order; `.gin` may be left out.
 
     Raises:
-      ConfigError: there is no such file; the message names shipped files spelled alike.
+      ConfigError: there is no such file; the message names files spelled alike: those
+        in the folder that the path names, and shipped ones.
     """
     path = os.fspath(path)
     names = [path] if path.endswith(".gin") else [path, f"{path}.gin"]
@@ -85,8 +86,17 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
     )
     raise ConfigError(
         f"no gin file {path!r}, neither from {os.getcwd()} nor in {PARAMS}"
-        + did_you_mean(names[-1], shipped)
+        + (nearest(names[-1], _beside(path)) or did_you_mean(names[-1], shipped))
     )
+
+
+def _beside(path: str) -> list[str]:
+    """Gin files in the folder of `path`, as `path` would name them."""
+    folder = pathlib.Path(path).parent
+    try:
+        return sorted(file.as_posix() for file in folder.glob("*.gin"))
+    except OSError:
+        return []
 
 
 def load(

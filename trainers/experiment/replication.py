@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 
 from meshwright.framework.compiler.explaining.explain import (
     Explanation,
     TensorReport,
+    explain,
 )
-from meshwright.framework.compiler.explaining.explain_text import tensor_name
+from meshwright.framework.compiler.explaining.explain_text import (
+    rematerialized_lines,
+    tensor_name,
+)
 from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.compiler.program import Program
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment.step_programs import StepPrograms
+
+log = logging.getLogger("absl")
 
 _LARGEST = 3
 _SMALL = 2**20  # Bytes of a tensor that needs no line of its own in the report.
@@ -185,3 +193,26 @@ def _why(dims: Sequence[str], sharding: Sharding, table: str) -> str:
 
 def _sorted(tensors: Sequence[ReplicatedTensor]) -> list[ReplicatedTensor]:
     return sorted(tensors, key=lambda tensor: -tensor.bytes)
+
+
+def check_activations(
+    programs: StepPrograms, main: Program, budget: int | None
+) -> None:
+    """Checks a budget with activations too; compiles a second time, but more briefly.
+
+    Args:
+      programs: the programs of a run.
+      main: its main program.
+      budget: as in `check_budget`; None: nothing is compiled.
+
+    Raises:
+      ReplicationError: see `check_budget`.
+    """
+    if budget is None or main.mesh.size == 1:
+        return
+    explanation = explain(main)
+    for reshard in explanation.rematerialized():
+        lines = "\n".join(rematerialized_lines(reshard))
+        log.warning("a tensor is gathered in full on every device:\n%s", lines)
+    tensors = [*replicated_state(programs), *replicated_activations(explanation)]
+    check_budget(tensors, budget)

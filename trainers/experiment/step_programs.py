@@ -41,6 +41,7 @@ from meshwright.framework.modeling.layer import (
     annotate_weights,
     initialize,
 )
+from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.modeling.recompute import names_given
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import NotingPlan
@@ -88,6 +89,12 @@ class StepPrograms:
     def state_specs(self) -> NestedMap:
         """Nested map of `WeightSpec`: step, theta, slots and, if requested, ema."""
         return self._state_specs(self.weights)
+
+    @property
+    def layer_orders(self) -> dict[str, LayerOrder]:
+        """In which order leaves of the state stack layers, by path, if they do."""
+        orders = self.state_specs.map(lambda spec: spec.layer_order)
+        return {path: order for path, order in orders.items_by_path() if order}
 
     @functools.cached_property
     def step_weights(self) -> NestedMap:

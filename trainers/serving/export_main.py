@@ -143,7 +143,8 @@ def _output() -> pathlib.Path:
 def _restored(programs: StepPrograms) -> NestedMap:
     """The state of the checkpoint that the flags name, in logical form."""
     folder = loop.Run(model_dir=export_flags.MODEL_DIR.value).checkpoint_dir
-    with Checkpoints(folder, access=Access.READ) as checkpoints:
+    orders = programs.layer_orders
+    with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
         return checkpoints.restore(
             export_flags.STEP.value, TrainState.abstract(programs)
         )

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from meshwright.framework.compiler.xla.platforms import set_platform
@@ -21,6 +21,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.beams import BeamCaches
 from meshwright.tasks.text.decoding import BeamSearch, Decoder, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
+from meshwright.tasks.text.translation import Translation
+from meshwright.tasks.text.translation_input import TranslationInput
 from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoint_manifest import (
     ArraySpec,
@@ -43,6 +45,12 @@ from meshwright.trainers.serving.generation import (
     check_prompt,
     language_model,
     text_after,
+)
+from meshwright.trainers.serving.translating import (
+    Translator,
+    check_source,
+    for_translating,
+    target_language,
 )
 from meshwright.trainers.startup import compile_cache, files, generate_flags
 from meshwright.trainers.startup.messages import escaped, printable
@@ -71,19 +79,20 @@ def _run(
     config_text: str,
     membership: processes.Membership | None,
 ) -> None:
-    task = language_model(experiment).as_trained(generate_flags.MODEL_DIR.value)
-    experiment = dataclasses.replace(experiment, task=task)
+    experiment = _with_vocabulary(experiment)
+    task = experiment.task
     prompts = _prompts(task)  # What is wrong with them is said before anything else.
     if membership is not None and prompts is None:
         raise ValueError(
             "several processes read no prompts from standard input: give all of them "
             "the same --prompt or --prompts_file"
         )
-    check_beams(task, _search())
+    search = _search(task)
+    check_beams(task, search)
     path = files.output_file(generate_flags.OUTPUT)
-    settings = "\n".join([config_text, *_settings(), repr(prompts)])
+    settings = "\n".join([config_text, *_settings(search), repr(prompts)])
     with processes.together(membership, settings):
-        generator = _generator(experiment, membership)
+        generator = _generator(experiment, membership, search, prompts)
         try:
             with _output(path) as output:
                 _continue(generator, prompts, output)
@@ -94,7 +103,38 @@ def _run(
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def _settings() -> list[str]:
+def _with_vocabulary(experiment: Experiment) -> Experiment:
+    """The experiment whose task has the vocabulary of the training.
+
+    Raises:
+      ValueError: the task neither continues text nor translates; a flag is not for it.
+    """
+    task = experiment.task
+    if isinstance(task, Translation):
+        if not isinstance(task.text, TranslationInput):
+            raise ValueError(
+                f"Translation.text is {type(task.text).__name__}, which has no "
+                "vocabulary: generate with @TranslationInput() in its place"
+            )
+        for flag in (generate_flags.MAX_TOKENS, generate_flags.CACHE_LENGTH):
+            if flag.value is not None:
+                raise ValueError(
+                    f"--{flag.name} is for text that goes on; a translation has at "
+                    f"most TranslationInput.target_length tokens, "
+                    f"{task.text.target_length}: leave it out"
+                )
+    else:
+        task = language_model(experiment)
+        if generate_flags.TARGET_LANGUAGE.value is not None:
+            raise ValueError(
+                f"--target_language is for a Translation, but Experiment.task is "
+                f"{type(task).__name__}: leave it out"
+            )
+    task = task.as_trained(generate_flags.MODEL_DIR.value)
+    return dataclasses.replace(experiment, task=task)
+
+
+def _settings(search: Decoder) -> list[str]:
     """Flags that must be the same in all processes, but for prompts."""
     given = (
         generate_flags.MODEL_DIR,
@@ -104,9 +144,10 @@ def _settings() -> list[str]:
         generate_flags.MAX_TOKENS,
         generate_flags.SEED,
         generate_flags.ROWS,
+        generate_flags.TARGET_LANGUAGE,
     )
     text = generate_flags.OUTPUT.value is None
-    return [str(_search()), f"as text: {text}", *(f"{f.name}={f.value}" for f in given)]
+    return [str(search), f"as text: {text}", *(f"{f.name}={f.value}" for f in given)]
 
 
 @contextlib.contextmanager
@@ -121,7 +162,9 @@ def _output(path: pathlib.Path | None) -> Iterator[TextIO | None]:
 
 
 def _continue(
-    generator: Generator, prompts: list[Prompt] | None, output: TextIO | None
+    generator: Generator | Translator,
+    prompts: list[Prompt] | None,
+    output: TextIO | None,
 ) -> None:
     """Continues prompts, or lines of standard input, and writes to `output`."""
     if prompts is None:
@@ -136,27 +179,42 @@ def _continue(
 
 
 def _generator(
-    experiment: Experiment, membership: processes.Membership | None
-) -> Generator:
+    experiment: Experiment,
+    membership: processes.Membership | None,
+    search: Decoder,
+    prompts: list[Prompt] | None,
+) -> Generator | Translator:
     """A generator with the weights of the checkpoint that the flags name."""
     mesh, platform = experiment.plan.mesh, generate_flags.PLATFORM.value
     compile_cache.use(cli.COMPILE_CACHE.value, is_alone=membership is None)
     given = cli.DEVICE_COUNT.value
     set_platform(platform, processes.devices_each(mesh, membership, platform, given))
     check_takes_part(mesh)  # Too large a mesh fails at once.
+    seed = generate_flags.SEED.value
+    if isinstance(experiment.task, Translation):
+        task = dataclasses.replace(experiment.task, search=search)
+        rows = min(generate_flags.ROWS.value, len(prompts or [None]))
+        experiment = for_translating(
+            dataclasses.replace(experiment, task=task), rows, seed
+        )
+        programs = StepPrograms(experiment)
+        return Translator(programs, _restored(programs).weights())
     programs = StepPrograms(experiment)
     return Generator(
         programs,
         _restored(programs).weights(),
-        _search(),
+        search,
         cache_length=generate_flags.CACHE_LENGTH.value,
         max_tokens=generate_flags.MAX_TOKENS.value,
-        seed=generate_flags.SEED.value,
+        seed=seed,
     )
 
 
 def _answer(
-    generator: Generator, prompts: list[Prompt], number: int, output: TextIO | None
+    generator: Generator | Translator,
+    prompts: list[Prompt],
+    number: int,
+    output: TextIO | None,
 ) -> None:
     """Continues prompts and writes JSON lines, or the text of a single one as it comes.
 
@@ -165,12 +223,13 @@ def _answer(
     task = generator.task
     if output is None:
         (prompt,) = prompts
-        if generator.search.beams > 1:  # The best so far may lose to another.
+        is_whole = isinstance(generator, Translator)
+        if is_whole or generator.search.beams > 1:  # The best so far may lose.
             ((best, *_),) = generator.all([prompt.ids], number=number)
-            parts = [text_after(task, prompt.ids, best.ids)]
+            parts = [_text(task, prompt, best.ids)]
         else:
             stream = generator.stream(prompt.ids, number=number)
-            parts = _growing(text_after(task, prompt.ids, ids) for ids in stream)
+            parts = _growing(_text(task, prompt, ids) for ids in stream)
         at_terminal = sys.stdout.isatty()
         for part in parts:
             shown = escaped(part, kept="\n\t") if at_terminal else part
@@ -181,13 +240,22 @@ def _answer(
     for prompt, found in zip(prompts, generator.all(ids, number=number), strict=True):
         continuations = [
             {
-                "text": text_after(task, prompt.ids, each.ids),
+                "text": _text(task, prompt, each.ids),
                 **dataclasses.asdict(each),
             }
             for each in found
         ]
-        line = {"prompt": prompt.given, "continuations": continuations}
+        is_translation = isinstance(task, Translation)
+        found_name = "translations" if is_translation else "continuations"
+        line = {"prompt": prompt.given, found_name: continuations}
         print(_json(line), file=output, flush=True)
+
+
+def _text(task: LanguageModel | Translation, prompt: Prompt, ids: Sequence[int]) -> str:
+    """The text of what was found for a prompt."""
+    if isinstance(task, Translation):
+        return task.text.trained_vocabulary().decode(ids)
+    return text_after(task, prompt.ids, ids)
 
 
 def _json(value: Any) -> str:
@@ -207,7 +275,8 @@ def _growing(texts: Iterable[str]) -> Iterator[str]:
     yield text[len(shown) :]
 
 
-def _search() -> Decoder:
+def _search(task: LanguageModel | Translation) -> Decoder:
+    """The search that the flags describe; without any that of a translation's task."""
     if generate_flags.BEAMS.value is not None:
         is_flat = generate_flags.FLAT_BEAMS.value
         return BeamSearch(
@@ -216,6 +285,8 @@ def _search() -> Decoder:
         )
     top_k, top_p = generate_flags.TOP_K.value, generate_flags.TOP_P.value
     temperature = generate_flags.TEMPERATURE.value
+    if isinstance(task, Translation) and (temperature, top_k, top_p) == (None,) * 3:
+        return task.search
     if temperature is None:
         temperature = 0.0 if (top_k, top_p) == (None, None) else 1.0
     return Sampling(
@@ -233,7 +304,8 @@ def _restored(programs: StepPrograms) -> TrainState:
         check_model(f"the checkpoint in {folder}", there, wanted)
         return wanted
 
-    with Checkpoints(folder, access=Access.READ) as checkpoints:
+    orders = programs.layer_orders
+    with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
         state = checkpoints.restore_part(generate_flags.STEP.value, choose)
         restored = TrainState(programs, state)
         trained = checkpoints.metadata(restored.step).get("batches") or {}
@@ -241,7 +313,7 @@ def _restored(programs: StepPrograms) -> TrainState:
     return restored
 
 
-def _prompts(task: LanguageModel) -> list[Prompt] | None:
+def _prompts(task: LanguageModel | Translation) -> list[Prompt] | None:
     """The prompts that the flags give, or None if they come by standard input."""
     if texts := generate_flags.PROMPT.value:
         return [
@@ -297,8 +369,10 @@ def _parsed(line: str, name: str) -> Any:
     return prompt
 
 
-def _prompt(task: LanguageModel, given: str | list[int], name: str) -> Prompt:
-    """A checked prompt; a text gets a start token, ids are as they are."""
+def _prompt(
+    task: LanguageModel | Translation, given: str | list[int], name: str
+) -> Prompt:
+    """A checked prompt; a text gets a start token, or a tag; ids are as they are."""
     ids = given
     if given and isinstance(given, str):
         try:
@@ -307,12 +381,22 @@ def _prompt(task: LanguageModel, given: str | list[int], name: str) -> Prompt:
             raise ValueError(
                 f"{name} is no text in UTF-8 ({error.reason}): give it in UTF-8"
             ) from error
-        ids = task.text.encode(given)
-    check_prompt(task, ids, generate_flags.CACHE_LENGTH.value, name)
+        ids = _encoded(task, given)
+    if isinstance(task, Translation):
+        check_source(task, ids, name)
+    else:
+        check_prompt(task, ids, generate_flags.CACHE_LENGTH.value, name)
     return Prompt(given=given, ids=ids)
 
 
-def _lines(task: LanguageModel) -> Iterator[Prompt]:
+def _encoded(task: LanguageModel | Translation, text: str) -> list[int]:
+    if isinstance(task, Translation):
+        language = target_language(task, generate_flags.TARGET_LANGUAGE.value)
+        return task.text.encode(text, language)
+    return task.text.encode(text)
+
+
+def _lines(task: LanguageModel | Translation) -> Iterator[Prompt]:
     """The lines of standard input, but for empty ones and those that are refused."""
     sys.stdin.reconfigure(errors="surrogateescape")  # `_prompt` says which line it is.
     at_terminal = sys.stdin.isatty()

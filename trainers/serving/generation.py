@@ -64,8 +64,8 @@ def language_model(experiment: Experiment) -> LanguageModel:
         raise ValueError(
             f"Experiment.task is {type(task).__name__}, which does not continue text: "
             "generate with an experiment whose task is a LanguageModel, such as "
-            "lm/stdlib_tiny.gin; other models answer once they are exported, by "
-            "meshwright-export"
+            "lm/stdlib_tiny.gin, or a Translation; other models answer once they are "
+            "exported, by meshwright-export"
         )
     needed = ("sequence_length", "end_id", "encode", "decode", "vocabulary")
     lacking = [name for name in needed if not hasattr(task.text, name)]
@@ -119,7 +119,7 @@ def check_beams(task: LanguageModel, search: Decoder) -> None:
         )
 
 
-def _row_multiple(experiment: Experiment) -> int:
+def row_multiple(experiment: Experiment) -> int:
     """The number of rows whose multiples divide among devices, in pipelines too."""
     plan, dims = experiment.plan, ["batch"]
     if "microbatch" in plan.activations and pipelines(experiment.task):
@@ -183,7 +183,7 @@ class Generator:
         self._max_tokens = max_tokens
         self._programs, self._theta, self.search = programs, theta, search
         self._key = random.key_from_seed(seed)
-        self._row_multiple = _row_multiple(programs.experiment)
+        self._row_multiple = row_multiple(programs.experiment)
         self._run = functools.cache(self._compiled)
 
     def all(

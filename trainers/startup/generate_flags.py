@@ -52,6 +52,12 @@ CACHE_LENGTH = flags.DEFINE_integer(
     "Most tokens of a prompt and its continuation; default: as many as the rows that "
     "the model was trained on.",
 )
+TARGET_LANGUAGE = flags.DEFINE_string(
+    "target_language",
+    None,
+    "Language that a Translation translates prompts to, such as de; default: the only "
+    "one that it was trained for.",
+)
 TEMPERATURE = flags.DEFINE_float(
     "temperature",
     None,

@@ -12,9 +12,6 @@ import logging
 import os
 import time
 
-from meshwright.framework.compiler.explaining.explain import explain
-from meshwright.framework.compiler.explaining.explain_text import rematerialized_lines
-from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -48,7 +45,7 @@ from meshwright.trainers.training.saved_config import (
     note_changes,
     write_hyperparameters,
 )
-from meshwright.trainers.training.start_notes import start_notes
+from meshwright.trainers.training.start_notes import start_notes, trace
 from meshwright.trainers.training.step_histograms import write_histograms
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
@@ -123,8 +120,8 @@ def train_and_evaluate(
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(peers))
-        keep = programs.experiment.keep_checkpoints
-        checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep)
+        keep, orders = programs.experiment.keep_checkpoints, programs.layer_orders
+        checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep, orders=orders)
         loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
         return loop.run_to_end()
 
@@ -151,7 +148,8 @@ def evaluate_latest(
       CheckpointError: there is none, or see `Checkpoints.restore`.
       OSError: there is no data, or a folder cannot be written.
     """
-    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+    folder, orders = run.checkpoint_dir, programs.layer_orders
+    with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
         abstract = TrainState.abstract(programs)
         state = TrainState(programs, checkpoints.restore(None, abstract))
     log_line("evaluating step %d", state.step)
@@ -197,6 +195,7 @@ class _Loop:
     def run_to_end(self) -> TrainResult:
         if self.run.evaluate:
             check_held_out(self.experiment)
+        trace(self.programs)
         self.programs.warn_of_unknown_dims()
         for line in start_notes(self.programs):
             log_line("%s", line)
@@ -357,7 +356,9 @@ class _Loop:
         log_line("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
         if self.run.write_program:
             self.program_writer.start(self.programs, seconds)
-        self._check_activations(main)
+        replication.check_activations(
+            self.programs, main, self.experiment.replicated_budget
+        )
         if self.experiment.histogram_interval:
             log_line("compiling the program of histograms")
             _ = self.programs.histograms  # Before the steps, in case it does not fit.
@@ -370,21 +371,6 @@ class _Loop:
             log_line("%s", line)
         replication.check_budget(tensors, self.experiment.replicated_budget)
         return tensors
-
-    def _check_activations(self, main: Program) -> None:
-        """Checks a budget with activations too; compiles a second time, but more
-        briefly.
-        """
-        budget = self.experiment.replicated_budget
-        if budget is None or main.mesh.size == 1:
-            return
-        explanation = explain(main)
-        for reshard in explanation.rematerialized():
-            lines = "\n".join(rematerialized_lines(reshard))
-            log.warning("a tensor is gathered in full on every device:\n%s", lines)
-        state = replication.replicated_state(self.programs)
-        activations = replication.replicated_activations(explanation)
-        replication.check_budget([*state, *activations], budget)
 
     def _restored_or_initial(self) -> TrainState:
         step = self.checkpoints.latest_step()
@@ -406,8 +392,9 @@ class _Loop:
         source, taken = self.experiment.initialize_from, {}
         if source is not None:
             # First: weights that do not fit raise before anything is compiled.
-            theta = TrainState.abstract(self.programs).theta
-            taken = weights_from(source, theta, self.experiment.task)
+            programs, task = self.programs, self.experiment.task
+            theta = TrainState.abstract(programs).theta
+            taken = weights_from(source, theta, task, orders=programs.layer_orders)
         log_line("initializing weights")
         state = TrainState.initial(self.programs)
         return TrainState(self.programs, with_weights(state.logical(), taken))

@@ -1,71 +1,19 @@
-"""Reads the text of a configuration, for tables, and to note what has changed."""
+"""What a configuration's text says: for tables, and to note what has changed."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import tokenize
 from collections.abc import Mapping
 from typing import Any
 
-from gin import config_parser
-
 from meshwright.trainers.planning.tensorboard.summaries import Summaries
+from meshwright.trainers.startup.gin_text import is_rounds_of_pipeline, parameters
 from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
 
 _MOST_SHOWN = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reference:
-    """A reference `@name`, `@name()` or `%NAME`, which is not looked up."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-class _AsText(config_parser.ParserDelegate):
-    def configurable_reference(self, scoped_configurable_name, evaluate):
-        return _Reference(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
-
-    def macro(self, scoped_name):
-        return _Reference(f"%{scoped_name}")
-
-
-def parameters(text: str) -> dict[str, Any]:
-    """The value of each class's parameter in an operative configuration.
-
-    Macros are replaced by their values; a reference to a class is no value, but its
-    `repr` is its text.
-
-    Raises:
-      ValueError: `text` is no configuration.
-    """
-    values, macros = {}, {}
-    try:
-        for statement in config_parser.ConfigParser(text, _AsText()):
-            if isinstance(statement, config_parser.BindingStatement):
-                scope = f"{statement.scope}/" if statement.scope else ""
-                if statement.arg_name:
-                    name = f"{scope}{statement.selector}.{statement.arg_name}"
-                    values[name] = statement.value
-                else:
-                    macros[f"%{scope}{statement.selector}"] = statement.value
-    # Checkpoints may be damaged.
-    except (SyntaxError, tokenize.TokenError, RecursionError) as error:
-        raise ValueError(f"no configuration: {error}") from error
-    for name, value in values.items():
-        seen = set()
-        while isinstance(value, _Reference) and value.text not in seen:
-            seen.add(value.text)
-            value = macros.get(value.text, value)
-        values[name] = value
-    return values
 
 
 def hyperparameters(text: str) -> dict[str, bool | float | str]:
@@ -125,7 +73,7 @@ def note_changes(
         log.warning("the configuration in checkpoint step %d cannot be read", step)
         return
     for name in sorted(before.keys() & now.keys()):
-        if name.endswith("Pipeline.num_repeats") and before[name] != now[name]:
+        if is_rounds_of_pipeline(name) and before[name] != now[name]:
             raise ValueError(
                 f"{name} is {now[name]}, but checkpoint step {step} was saved with "
                 f"{before[name]}, by which its layers are in another order: set it to "

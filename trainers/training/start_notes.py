@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterator
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
 
@@ -23,6 +25,11 @@ def start_notes(programs: StepPrograms) -> list[str]:
             f"padding too): {', '.join(padded)}"
         )
     experiment = programs.experiment
+    if extras := experiment.task.loss_extras:
+        notes.append(
+            f"the training loss that is shown includes {extras}; the held-out loss "
+            "does not"
+        )
     for name, end in _ends(experiment.optimizer):
         if end > experiment.num_steps:
             notes.append(
@@ -30,6 +37,17 @@ def start_notes(programs: StepPrograms) -> list[str]:
                 f"before {name} = {end}: the schedule does not reach its end"
             )
     return notes
+
+
+def trace(programs: StepPrograms) -> None:
+    """Traces the training program, and logs it: nothing else does meanwhile."""
+    log_line(
+        "tracing the training program: Python runs the model, for seconds or, with "
+        "many different layers, minutes"
+    )
+    start = time.perf_counter()
+    programs.traced_main  # noqa: B018
+    log_line("traced in %.0f s", time.perf_counter() - start)
 
 
 def _padded_dims(programs: StepPrograms) -> Iterator[str]:

@@ -33,6 +33,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import instance
 from meshwright.framework.modeling.layer import Context, Layer, Mode
+from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.modeling.shapes import take_rows
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.pipelines.one_f_one_b import LossHead, OneFOneBRun
@@ -139,7 +140,11 @@ class Pipeline(Layer):
 
     def stacked(self, spec):
         """The spec of a layer's weight, stacked by stage and layer."""
-        return by_stage_and_layer(spec, self.num_stages, self.layers_of_stage)
+        stacked = by_stage_and_layer(spec, self.num_stages, self.layers_of_stage)
+        order = LayerOrder(
+            layers=self.stack.count, stages=self.num_stages, rounds=self.num_repeats
+        )
+        return dataclasses.replace(stacked, order=order)
 
     def extra_flops(self, sequence_length: int) -> float:
         # Layers that are none have weights too.

@@ -118,3 +118,18 @@ def test_compiles_for_a_tpu_that_is_not_here():
 def test_a_size_that_hosts_do_not_divide_is_an_error():
     with pytest.raises(ValueError, match="'v3:3x5'.*not divisible"):
         topology_devices("v3:3x5")
+
+
+@needs.libtpu
+@pytest.mark.parametrize(
+    "name,near",
+    [
+        ("v5e:3x3", "v5e:2x2 or v5e:2x4 or v5e:4x2 or v5e:4x4"),
+        ("v5e:1x4", "v5e:2x4"),
+        ("v5p:3x2x3", "v5p:2x2x3 or v5p:4x2x3"),
+    ],
+)
+def test_a_box_of_odd_sides_is_refused_with_those_that_exist(name, near):
+    with pytest.raises(ValueError, match=f"no TPU topology '{name}': .* give {near}$"):
+        topology_devices(name)
+    assert all(topology_devices(each) for each in near.split(" or "))

@@ -8,8 +8,11 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.input.token_dataset import TokenDataset
+from meshwright.tasks.input.token_dataset import PairDataset, TokenDataset
 from meshwright.tasks.text.text_input import TextInput
+from meshwright.trainers.cli import build_experiment
+from tests.tasks.text.parallel_files import install_all
+from tests.tasks.text.test_translation import PLANS, SIZES
 from tests.trainers.parity import initial_state
 from tests.trainers.small_run import at, small_programs, train
 
@@ -141,3 +144,80 @@ def test_a_served_text_of_t5_s_tokens_starts_with_0():
     want = tf.nn.log_softmax(task.logits(Context(), theta, text))
     got = task.serving.serve(Context(), theta, NestedMap(ids=text.ids))
     np.testing.assert_allclose(got.log_probs[:, :4], want[:, :4], rtol=1e-5, atol=1e-5)
+
+
+T = 6
+
+
+def pairs(**changes):
+    """Rows of a pair each, the source of which ends in padding."""
+    source = np.arange(5 * S, dtype=np.int32).reshape(5, S) + 2
+    labels = np.arange(5 * T, dtype=np.int32).reshape(5, T) + 2
+    source[:, -2:], labels[:, -1:] = 0, 0
+    target = np.roll(labels, 1, 1)
+    given = {"source_ids": source, "target_ids": target, "target_labels": labels}
+    given = {k: v for k, v in (given | changes).items() if v is not None}
+    made = lambda: tf.data.Dataset.from_tensor_slices(given)  # noqa: E731
+    return PairDataset(train=made, held_out=made, vocab_size=100)
+
+
+def test_pairs_without_segments_end_in_padding():
+    given = pairs()
+    assert (given.source_length, given.target_length) == (S, T)
+    first, last = given.held_out_batches(global_batch=3, rows=range(3))
+    assert first.map(lambda t: tf.TensorSpec(t.shape, t.dtype)) == given.element_spec(3)
+    assert first.source_segment_ids.numpy().sum(1).tolist() == [S - 2] * 3
+    assert first.target_segment_ids.numpy().tolist() == [[1] * (T - 1) + [0]] * 3
+    np.testing.assert_array_equal(first.target_weights, first.target_segment_ids)
+    assert (first.source_positions.numpy() == np.arange(S)).all()
+    assert last.target_weights.numpy().sum(1).tolist() == [T - 1, T - 1, 0]
+    assert last.source_segment_ids.numpy().sum(1).tolist() == [S - 2, S - 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_labels": None}, "examples without target_labels: they have source"),
+        (
+            {"target_labels": np.zeros([5, S], np.int32)},
+            r"target_labels of an example is int32 \[8\]; it must be int32 \[6\]",
+        ),
+        (
+            {"source_segment_ids": np.ones([5, S], np.int32)},
+            "examples with source_segment_ids alone: a target attends",
+        ),
+        ({"weights": np.zeros([5, T])}, "with 'weights'; a translation model reads"),
+    ],
+)
+def test_pairs_of_another_kind_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"PairDataset.train.* {message}"):
+        pairs(**changes)
+
+
+def test_a_translation_model_has_the_loss_of_the_same_pairs(tmp_path):
+    """Packed pairs of files, by the task's input and as a pipeline of one's own."""
+    install_all(tmp_path, {"de": 60, "fr": 40})
+    root = f"GettextCatalogues.root = '{tmp_path}'"
+    model, plan, *params = PLANS["dense"]
+    experiment, _ = build_experiment([model, plan], [*SIZES, *params, root])
+    task = experiment.task
+    text, how = task.text, {"global_batch": 8, "rows": range(8)}
+
+    def made():
+        return text.train_batches(0, **how).take(3).map(dict).unbatch()
+
+    own = PairDataset(train=made, vocab_size=text.vocab_size)
+    other = dataclasses.replace(task, text=own)
+    assert other.decoding is None and other.serving is None
+    assert other.batch_spec(8) == task.batch_spec(8)
+    assert (other.tokens(8), other.train_flops(8)) == (
+        task.tokens(8),
+        task.train_flops(8),
+    )
+    assert "the dataset of PairDataset.train" in other.data_fingerprint()
+    theta = initial_state(experiment).theta.map(tf.constant)
+    losses = [
+        each.loss(Context(), theta, next(iter(each.train_batches(0, **how)))).loss
+        for each in (task, other)
+    ]
+    assert losses[0] == losses[1] > 1

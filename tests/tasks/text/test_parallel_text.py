@@ -245,3 +245,13 @@ def test_what_is_no_file_is_left_alone(tmp_path):
     (tmp_path / "en-de.tsv").write_text("house\tHaus\n")
     (pair,) = TsvFiles(root=str(tmp_path)).read()
     assert pair.target_language == "de"
+
+
+def test_a_file_of_another_name_is_left_out_and_a_right_name_is_said(tmp_path, caplog):
+    (tmp_path / "dates.tsv").write_text("May 1\t1. Mai\n")
+    message = r"no train pairs .*; a file is named after .* such as en-de\.tsv"
+    with pytest.raises(ValueError, match=message):
+        TsvFiles(root=str(tmp_path)).pairs(Split.TRAIN)
+    assert "its name is not en and a language, as in en-de.tsv: " in caplog.text
+    with pytest.raises(FileNotFoundError, match="has some; a file is named after its"):
+        TsvFiles(root=str(tmp_path / "none")).pairs(Split.TRAIN)

@@ -469,3 +469,20 @@ def test_a_file_read_again_sets_no_reference_back(params, tmp_path):
     params = ["Outer.first = @one.Twin()", "include 'lm/big'"]
     with pytest.raises(config.ConfigError, match=r"'lm/big'` \(gin parameters\) reads"):
         config.load(["lm/big"], params)
+
+
+def test_a_misspelt_file_is_looked_for_beside_itself(tmp_path, monkeypatch):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "dates.gin").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name in ("job/date.gin", str(tmp_path / "job" / "dats")):
+        folder = name.rpartition("/")[0]
+        message = f"no gin file '{name}', .*\\n  Did you mean {folder}/dates.gin\\?"
+        with pytest.raises(config.ConfigError, match=message):
+            config.find_gin_file(name)
+
+
+def test_a_macro_that_is_missing_is_not_another_that_ends_alike():
+    with pytest.raises(config.ConfigError, match="constant %MODEL_DIMS") as info:
+        config.load([], ["HIDDEN_DIMS = 256", "Inner.width = %MODEL_DIMS"])
+    assert "HIDDEN_DIMS" not in str(info.value)

@@ -171,8 +171,7 @@ def test_a_full_rematerialization_is_logged(tmp_path, caplog, monkeypatch):
     explanation = explain(programs.main)
     gathered = rematerialized("stack.attention")
     explanation = dataclasses.replace(explanation, _rematerialized=(gathered,))
-    loop = "meshwright.trainers.training.loop"
-    monkeypatch.setattr(f"{loop}.explain", lambda program: explanation)
+    monkeypatch.setattr(replication, "explain", lambda program: explanation)
     train(programs, tmp_path)
     assert "a tensor is gathered in full on every device:\n  4.00 KiB" in caplog.text
     assert "stack.attention: MatMul (attention/attention.py:7)" in caplog.text

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -77,6 +78,20 @@ def test_eight_devices_train_as_one(plan, partitioner, optimizer, unroll):
     assert_equal_training(
         train(experiment, start(optimizer, repeat)), one_device(optimizer, repeat)
     )
+
+
+@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
+def test_fully_sharded_data_parallelism_trains_as_one_device(partitioner):
+    experiment = small_experiment(
+        "MESH_SHAPE = (8,)",
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        plan="fsdp",
+    )
+    specs, plan = experiment.task.weights(), experiment.plan
+    for path, spec in specs.items_by_path():
+        parts = spec.sharding(plan).splits()
+        assert math.prod(parts) == (8 if "model" in spec.dims else 1), path
+    assert_equal_training(train(experiment, start("adam")), one_device("adam"))
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,17 @@ def test_help_needs_no_tensorflow(name):
             ["--gin.ROOT='gs://a/b'"],
             "--gin_param=\"ROOT = 'gs://a/b'\"\n",
         ),
+        (
+            "train",
+            ["--gin.PjitPartitioner.num_partitions=2"],
+            "num_partitions'\n  T5X's PjitPartitioner.num_partitions is an axis of the "
+            "mesh: MESH_SHAPE = .4, 2. with plans/data_tensor.gin",
+        ),
+        (
+            "train",
+            ["--gin.train/utils.DatasetConfig.batch_size=8"],
+            "T5X's DatasetConfig.batch_size is Experiment.global_batch",
+        ),
         ("plan", ["--gin.ROOT", "3"], "--gin_param='ROOT = VALUE'\n"),
         ("train", ["--gin.MODEL_DIR='/a b'"], "Here it is --model_dir='/a b'\n"),
         (
@@ -158,6 +169,16 @@ def test_help_needs_no_tensorflow(name):
         ("plan", [TINY, "--topology=cpu", "--log_dir=/proc/x"], "--log_dir=/proc/x c"),
         ("plan", [TINY, "--gin_param=Adm.beta1 = 0"], "'Adm'(.|\n)*Did you mean Adam"),
         ("plan", [TINY, "--gin_param=Adam.beta1 = %B"], "no macro or constant %B"),
+        (
+            "plan",
+            [TINY, "--gin_param=Adam.beta1 = %MODEL_SIZES"],
+            r"constant %MODEL_SIZES(.|\n)*  (It must be|Set it, by MODEL_SIZES =)",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=PjitPartitioner.num_partitions = 2"],
+            r"'PjitPartitioner'(.|\n)*Of T5X's class, PjitPartitioner.num_partitions i",
+        ),
         ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
         ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),
         ("export", [TINY, "--output=x", "--what=y"], "--what=y must be some of sav"),

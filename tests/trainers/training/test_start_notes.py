@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from meshwright.trainers.training.saved_config import (
 )
 from meshwright.trainers.training.start_notes import (
     start_notes,
+    trace,
     warn_of_no_plan,
 )
 from tests.trainers.small_run import at, small_programs
@@ -135,3 +137,25 @@ def test_a_pipeline_of_other_rounds_does_not_go_on():
     message = "lm/Pipeline.num_repeats is 4, but checkpoint step 5 was saved with 2, by"
     with pytest.raises(ValueError, match=message):
         note_changes(5, saved, {}, "lm/Pipeline.num_repeats = 4\n")
+
+
+def test_tracing_is_announced_and_timed(caplog):
+    caplog.set_level(logging.INFO, logger="absl")
+    trace(small_programs())
+    first, last = caplog.messages
+    assert first.startswith("tracing the training program: Python runs the model")
+    assert re.fullmatch(r"traced in \d+ s", last)
+
+
+def test_what_only_the_training_loss_has_is_said():
+    programs = small_programs()
+    assert not any("training loss" in note for note in start_notes(programs))
+    task = dataclasses.replace(
+        programs.experiment.task, label_smoothing=0.1, z_loss=1e-4
+    )
+    experiment = dataclasses.replace(programs.experiment, task=task)
+    (note,) = start_notes(StepPrograms(experiment))
+    assert note == (
+        "the training loss that is shown includes label smoothing (0.1) and z-loss "
+        "(0.0001); the held-out loss does not"
+    )

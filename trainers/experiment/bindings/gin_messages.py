@@ -88,6 +88,8 @@ def message(text: str) -> str:
         return text + did_you_mean(match[2], parameters)
     if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
         name = match[1].rsplit("/", 1)[-1]
+        if here := of_t5x.of_class(name):
+            return f"{text}\n  {here}."
         known = _suffixes(gin.config._REGISTRY, like=name)
         text += did_you_mean(name, known)
         if difflib.get_close_matches(name, known, cutoff=0.8):
@@ -206,11 +208,14 @@ def _unknown_macro(name: str) -> str:
     known = macros + _suffixes(gin.config._CONSTANTS, like=name)
     # A constant that there is not is a macro's name, as far as gin can tell.
     users = [b for b in bindings() if (name, MACRO) in references(b.value)]
-    hint = did_you_mean(name, known, prefix="%")
+    # Words that macros share, such as DIMS, say nothing about which one is meant.
+    hint = nearest(name, known, prefix="%", cutoff=0.8)
     if not hint and users and users[0].selector != MACRO:
         hints = type_hints(gin.config._REGISTRY[users[0].selector].wrapped)
         if wanted := hints.get(users[0].parameter):
             hint = f"\n  It must be {spelling(wanted)}."
+    if not hint:
+        hint = f"\n  Set it, by {name} = ... in a gin file or in --gin_param."
     listed = "".join(f"\n    {bound}" for bound in users)
     if others := sorted(_undefined_macros() - {name}):
         hint += f"\n  Missing too: {', '.join(f'%{other}' for other in others)}."
@@ -260,9 +265,11 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return ""
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def nearest(
+    name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6
+) -> str:
     """Suggests up to three names of `known` that are spelled like `name`; or ""."""
-    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=cutoff)
     names = " or ".join(prefix + match for match in near)
     return f"\n  Did you mean {names}?" if near else ""
 

@@ -20,6 +20,28 @@ _MACROS = {
     "TASK_FEATURE_LENGTHS": "SEQUENCE_LENGTH",
     "TRAIN_STEPS": "Experiment.num_steps",
 }
+_CLASSES = {
+    "PjitPartitioner.num_partitions": (
+        "an axis of the mesh: MESH_SHAPE = (4, 2) with plans/data_tensor.gin splits "
+        "weights in 2"
+    ),
+    "PjitPartitioner.model_parallel_submesh": "MESH_SHAPE, with a plan of params/plans",
+    "PjitPartitioner.logical_axis_rules": (
+        "ShardingPlan.weights and ShardingPlan.activations"
+    ),
+    "Trainer.num_microbatches": "Experiment.gradient_accumulation_steps",
+    "Trainer.learning_rate_fn": "learning_rate of the optimizer",
+    "SaveCheckpointConfig.period": "Experiment.checkpoint_interval",
+    "SaveCheckpointConfig.keep": "Experiment.keep_checkpoints",
+    "RestoreCheckpointConfig.path": "InitializeFrom.checkpoint",
+    "DatasetConfig.batch_size": "Experiment.global_batch",
+    "DatasetConfig.seed": "the input's seed, such as TextInput.seed",
+    "train.total_steps": "Experiment.num_steps",
+    "train.eval_period": "Experiment.eval_interval",
+    "train.eval_steps": "Experiment.eval_batches",
+    "train.random_seed": "Experiment.seed",
+}
+"""What stands here for parameters of T5X's classes, by class and parameter."""
 _MODEL_DIR = "MODEL_DIR"
 _SEQIO = ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE", "USE_CACHED_TASKS")
 _FLAGS = {
@@ -41,6 +63,22 @@ def of_macro(name: str) -> str:
     return ""
 
 
+def of_class(name: str) -> str:
+    """What stands here for `scope/module.Class.parameter` of T5X; "" if nothing does.
+
+    Of a class without a parameter, what stands for all of its parameters that do.
+    """
+    parts = name.rpartition("/")[2].split(".")
+    if here := _CLASSES.get(".".join(parts[-2:])):
+        return f"T5X's {'.'.join(parts[-2:])} is {here}"
+    owned = [
+        f"{known} is {here}"
+        for known, here in _CLASSES.items()
+        if known.startswith(f"{parts[-1]}.")
+    ]
+    return f"Of T5X's class, {'; '.join(owned)}" if owned else ""
+
+
 def of_flag(name: str, given: str) -> str:
     """What stands here for an unknown flag, as a sentence; "" if it has none.
 
@@ -59,6 +97,8 @@ def of_flag(name: str, given: str) -> str:
         return f"Here it is --model_dir={folder}"
     if macro in _SEQIO:
         return of_macro(macro)
+    if here := of_class(macro):
+        return here
     binding = f"{_MACROS.get(macro, macro)} = {value}"
     return f"Bindings are given as --gin_param={_quoted(binding)}"
 

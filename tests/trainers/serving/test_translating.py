@@ -1,0 +1,139 @@
+"""meshwright-generate translates lines by a translation model that was trained."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from meshwright.tasks.text.vocabulary import VOCABULARY_FILE
+from meshwright.trainers import generate as main_module
+from meshwright.trainers.checkpoints.checkpoints import Checkpoints
+from meshwright.trainers.checkpoints.trained_files import write_files
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from tests.tasks.text.parallel_files import install_all
+from tests.tasks.text.test_translation import PLANS, SIZES
+from tests.trainers import small_run
+
+MODEL, PLAN, *PARAMS = PLANS["dense"]
+TEXTS = ["red green blue number 3", "house", "a river \N{BLACK STAR}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    folder: str
+    params: list[str]
+    programs: StepPrograms
+    state: TrainState
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model_dir, whose training pairs are gone."""
+    folder = tmp_path_factory.mktemp("mt")
+    install_all(folder / "text", {"de": 60, "fr": 40})
+    params = [*SIZES, *PARAMS, f"GettextCatalogues.root = '{folder / 'text'}'"]
+    experiment, _ = build_experiment([MODEL, PLAN], params)
+    programs = StepPrograms(experiment)
+    state = TrainState.initial(programs)
+    metadata = {"batches": experiment.task.data_fingerprint()}
+    with Checkpoints(folder / "checkpoints") as saver:
+        saver.save(0, state.logical(), metadata=metadata)
+    write_files(str(folder), experiment.task.trained_files())
+    shutil.rmtree(folder / "text")
+    return Trained(str(folder), params, programs, state)
+
+
+def call_main(trained, *params, **more_flags):
+    return small_run.status_of(
+        main_module,
+        *params,
+        gin_files=[MODEL, PLAN],
+        gin_params=trained.params,
+        model_dir=trained.folder,
+        device_count="8",
+        **more_flags,
+    )
+
+
+def expected(trained, language):
+    """Ids and scores by the program that evaluation uses."""
+    text = trained.programs.experiment.task.text
+    sources = [text.encode(source, language) for source in TEXTS]
+    batch = text.to_translate(sources, range(len(sources)), 8)
+    out = trained.programs.decode(trained.state.weights(), batch)
+    return np.asarray(out.ids)[: len(TEXTS)], np.asarray(out.scores)[: len(TEXTS)]
+
+
+def test_lines_are_translated_as_evaluation_does(trained, tmp_path, capsys):
+    file, output = tmp_path / "sources.txt", tmp_path / "out.jsonl"
+    file.write_text("\n".join(TEXTS) + "\n")
+    flags = {"prompts_file": str(file), "rows": "2", "output": str(output)}
+    assert call_main(trained, target_language="de", **flags) is None
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == TEXTS
+    vocabulary = trained.programs.experiment.task.text.trained_vocabulary()
+    for line, ids, scores in zip(lines, *expected(trained, "de"), strict=True):
+        found = line["translations"]
+        assert len(found) == 4  # Beams of the task's search.
+        np.testing.assert_allclose([f["score"] for f in found], scores, rtol=1e-4)
+        best = found[0]
+        ended = 2 in ids[0]
+        assert best["ended"] is ended
+        length = list(ids[0]).index(2) if ended else len(ids[0])
+        assert best["ids"] == ids[0][:length].tolist()
+        assert best["text"] == vocabulary.decode(ids[0])
+
+
+def test_a_text_and_draws(trained, tmp_path, capsys):
+    """A single prompt's translation is shown as text; ids count as they are."""
+    flags = {"target_language": "fr", "temperature": "1.0", "top_k": "5"}
+    assert call_main(trained, prompt=TEXTS[:1], seed="3", **flags) is None
+    text = capsys.readouterr().out
+    ids = trained.programs.experiment.task.text.encode(TEXTS[0], "fr")
+    file = tmp_path / "sources.jsonl"
+    file.write_text(json.dumps({"prompt": ids}))
+    assert call_main(trained, prompts_file=str(file), seed="3", **flags) is None
+    assert capsys.readouterr().out == text != "\n"
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ({}, "--target_language is needed: the model translates to de, fr"),
+        ({"target_language": "it"}, "is 'it': the model translates to de, fr"),
+        (
+            {"target_language": "de", "prompt": ["red " * 20]},
+            "tokens, tag and end among them, but the model was trained on 16 at most",
+        ),
+        ({"target_language": "de", "max_tokens": "3"}, "--max_tokens is for text that"),
+    ],
+)
+def test_what_cannot_be_translated_is_refused(trained, capfd, flags, message):
+    assert call_main(trained, **{"prompt": ["red"], **flags}) == 1
+    assert message in capfd.readouterr().err
+
+
+def test_another_vocabulary_is_refused(trained, tmp_path, capfd):
+    other = tmp_path / "text"
+    install_all(other, {"de": 70, "fr": 40})
+    kept = shutil.move(f"{trained.folder}/{VOCABULARY_FILE}", tmp_path)
+    try:
+        root = f"GettextCatalogues.root = '{other}'"
+        flags = {"prompt": ["red"], "target_language": "de"}
+        assert call_main(trained, root, **flags) == 1
+    finally:
+        shutil.move(kept, trained.folder)
+    message = "the vocabulary is not the one that the weights were trained with"
+    assert message in capfd.readouterr().err
+
+
+def test_a_language_model_has_no_target_language(straight, capfd):
+    _, folder = straight()
+    flags = {"model_dir": str(folder), "device_count": "8", "target_language": "de"}
+    assert small_run.status_of(main_module, prompt=["de"], **flags) == 1
+    message = "--target_language is for a Translation, but Experiment.task is Language"
+    assert message in capfd.readouterr().err
