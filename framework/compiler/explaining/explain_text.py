@@ -263,7 +263,8 @@ def _folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
     for tensor in tensors:
         is_bits = tensor.dtype == _BITS and tensor.source is not None
         is_alone = tensor.annotated or tensor.collectives or not is_bits
-        key = (id(tensor),) if is_alone else (str(tensor.source), tensor.why_replicated)
+        how = str(tensor.source), str(tensor.sharding), tensor.why_replicated
+        key = (id(tensor),) if is_alone else how
         groups.setdefault(key, []).append(tensor)
     return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
 

@@ -195,6 +195,8 @@ def _kept(
 def _only(reasons: Reasons, name: str) -> TensorLayout:
     """The tensor of a name; of state, its argument."""
     found = find(reasons, name)
+    # What only prints so is asked for by its whole name.
+    found = [tensor for tensor in found if tensor.name == name] or found
     if len({frozenset(_spots(reasons, tensor)) for tensor in found}) > 1:
         names = ", ".join(repr(tensor.name) for tensor in found[:6])
         raise ValueError(

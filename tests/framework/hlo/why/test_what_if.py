@@ -203,6 +203,17 @@ def test_state_of_a_traced_program_is_asked_for_by_its_argument():
     assert named(difference.tensors, "result 0").after.sharding == "[X,_]"
 
 
+def test_what_prints_alike_is_told_apart_by_whole_names():
+    called = tf.function(lambda x: tf.tanh(x), autograph=False)
+    program = trace_program(
+        lambda x: called(x) + tf.tanh(2 * x), [tf.TensorSpec([8, 8])], MESH
+    )
+    for name in ("Tanh", "PartitionedCall/Tanh"):
+        difference = mw.what_if(program, {name: ["X", None]})
+        assert named(difference.tensors, name).after.sharding == "[X,_]"
+        assert f"with {name} [X,_]" in str(difference)
+
+
 def test_the_call_that_holds_the_program_is_no_part_of_printed_names():
     difference = mw.what_if(stepped({}), {"w_out": ["Y", None]})
     assert any("PartitionedCall" in one.name for one in difference.tensors)
