@@ -257,7 +257,8 @@ class FullySharded(Layout):
         """That the largest dim is split, or why it is not."""
         largest, count = max(variable.shape, default=1), mesh.axes_size(self.axes)
         if largest < count:
-            return f'"fsdp" splits no dim shorter than {count}, its number of devices'
+            devices = f"{count}, the number of its devices"
+            return f'"fsdp" splits no dim shorter than {devices}'
         if any(size % count == 0 for size in variable.shape):
             return (
                 'the layout "fsdp", which splits the largest dim that its axes divide'
