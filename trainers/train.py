@@ -4,7 +4,7 @@ Example:
 
   meshwright-train --gin_file=lm/stdlib_tiny.gin --model_dir=logs/stdlib_tiny
 
-The same command goes on from the newest checkpoint in --model_dir, if there is one.
+The same command goes on from the newest checkpoint in --model_dir, if any.
 --gin_param='Experiment.num_steps = 100' overrides a value of the file.
 """
 

@@ -229,7 +229,7 @@ class MeshFunction:
         state_forms, read_forms = traced.by_path([*map(self._form, variables)])
         constants = [tf.TensorSpec(c.shape, c.dtype) for c in traced.constants]
         reasons = [self._layout.reason(v, self.mesh) for v in variables]
-        notes = FormNotes(texts=reasons, carried=len(traced.written))
+        notes = FormNotes(texts=reasons)
 
         def compiled(**options):
             return trace_program(

@@ -44,7 +44,7 @@ from meshwright.framework.functions.keras_layouts import (
     layout_of,
 )
 from meshwright.framework.functions.keras_plan import FitPlan, check_topology
-from meshwright.framework.functions.layout import Layout, LayoutTable, path_of
+from meshwright.framework.functions.layout import Layout, LayoutTable, by_path
 from meshwright.framework.functions.mesh_variable import placed
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
@@ -328,13 +328,14 @@ def shardings(model: Any) -> dict[str, Sharding | None]:
 
     Returns:
       By path, in Keras's order, the sharding of each variable of the model and its
-      optimizer; None of a variable that no program has used yet.
+      optimizer; None of a variable that no program has used yet. Of variables with the
+      same path, the second has ":1" behind it, the third ":2".
 
     Raises:
       TypeError: it is no Keras model of the TensorFlow backend.
     """
     _check_model(model)
-    values = {path_of(v): placed(v) for v in variables_of(model)}
+    values = {path: placed(v) for path, v in by_path(variables_of(model)).items()}
     return {path: v and v.form and v.form.border for path, v in values.items()}
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -44,6 +45,28 @@ def variables_of(model: Any) -> list[tf.Variable]:
 def is_built(model: Any) -> bool:
     """Whether all layers have their variables; `build` of a subclass may leave some."""
     return all(layer.built for layer in model._flatten_layers())
+
+
+def is_of_keras(model: Any, variable: tf.Variable) -> bool:
+    """Whether an optimizer or a metric has a variable, and none but Keras's own do."""
+    parts = [getattr(model, "optimizer", None), *model.metrics]
+    owners = [
+        part
+        for part in itertools.chain.from_iterable(map(_with_inner, parts))
+        if any(each._value is variable for each in part.variables)
+    ]
+    is_own = [type(owner).__module__.startswith("keras.") for owner in owners]
+    return any(is_own) and all(is_own)
+
+
+def _with_inner(part: Any) -> Iterator[Any]:
+    """An optimizer or a metric, if any, and those inside it, as a user's in Keras's."""
+    if part is None:
+        return
+    yield part
+    held = getattr(part, "metrics", ()), getattr(part, "_metrics", ())
+    for inner in (getattr(part, "inner_optimizer", None), *itertools.chain(*held)):
+        yield from _with_inner(inner)
 
 
 def under_strategy(what: str, strategy: tf.distribute.Strategy) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from meshwright.framework.functions.keras_files import variables_of
+from meshwright.framework.functions.keras_files import is_of_keras, variables_of
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
@@ -289,9 +289,7 @@ class StepLayout(Layout):
         Layers, and classes of others, may also write to what they make, which TF drops
         with the first of two traces.
         """
-        parts = [self.model.optimizer, *self.model.metrics]
-        own = [part for part in parts if type(part).__module__.startswith("keras.")]
-        return any(v._value is variable for part in own for v in part.variables)
+        return is_of_keras(self.model, variable)
 
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gc
+import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,6 +26,17 @@ _PATH = "_meshwright_path"
 def path_of(variable: tf.Variable) -> str:
     """The name of a variable as layouts, messages and reports have it."""
     return vars(variable).get(_PATH) or variable.name.removesuffix(":0")
+
+
+def by_path(variables: Iterable[tf.Variable]) -> dict[str, tf.Variable]:
+    """Variables by path, in their order; those of the same path are numbered."""
+    named = {}
+    for variable in variables:
+        path = path_of(variable)
+        numbered = (f"{path}:{number}" for number in itertools.count(1))
+        names = itertools.chain([path], numbered)
+        named[next(name for name in names if name not in named)] = variable
+    return named
 
 
 def note_path(variable: Any) -> tf.Variable:
@@ -245,9 +257,8 @@ class FullySharded(Layout):
         """That the largest dim is split, or why it is not."""
         largest, count = max(variable.shape, default=1), mesh.axes_size(self.axes)
         if largest < count:
-            return (
-                f'"fsdp" splits no dim shorter than {count}, the number of its devices'
-            )
+            devices = f"{count}, the number of its devices"
+            return f'"fsdp" splits no dim shorter than {devices}'
         if any(size % count == 0 for size in variable.shape):
             return (
                 'the layout "fsdp", which splits the largest dim that its axes divide'

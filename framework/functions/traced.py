@@ -36,7 +36,7 @@ from meshwright.framework.compiler.lowering.errors import (
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.assertions import Checks
-from meshwright.framework.functions.layout import note_keras_paths, path_of
+from meshwright.framework.functions.layout import by_path, note_keras_paths
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
 from meshwright.framework.sharding.vectorize import our_rules
 
@@ -229,7 +229,8 @@ def _variables_of(graph) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]
             variable = _owner(outside)
         if variable is not None:
             (read if id(inside) in read_only else written).append(variable)
-    return _by_path(written), _by_path(read)
+    written, read = map(by_path, (written, read))
+    return dict(sorted(written.items())), dict(sorted(read.items()))
 
 
 def _owner(handle: tf.Tensor) -> tf.Variable | None:
@@ -237,17 +238,6 @@ def _owner(handle: tf.Tensor) -> tf.Variable | None:
         return None
     held = (owner for owner in owners(handle) if isinstance(owner, tf.Variable))
     return next(held, None)
-
-
-def _by_path(variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
-    """Variables by path, in the order of `tf.nest`; those of the same path numbered."""
-    named = {}
-    for variable in variables:
-        path = path_of(variable)
-        numbered = (f"{path}:{number}" for number in itertools.count(1))
-        names = itertools.chain([path], numbered)
-        named[next(name for name in names if name not in named)] = variable
-    return dict(sorted(named.items()))
 
 
 def argument_paths(fn: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from meshwright.framework.compiler.explaining.provenance import Origin
-from meshwright.framework.compiler.lowering.sources import place_text
+from meshwright.framework.compiler.lowering.sources import place_text, shown_name
 from meshwright.framework.sizes import bytes_text
 
 _LARGEST = 20
@@ -213,13 +213,14 @@ def _of(found: list) -> str:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+    return ", ".join(map(shown_name, names[:4])) + more
 
 
 def _tensor_lines(tensor: TensorDifference) -> Iterator[str]:
     one, other = tensor.before, tensor.after
     where = f" at {place_text(one.file, one.line)}" if one.file else ""
-    yield f"  {tensor.name} {other.type} {one.sharding} -> {other.sharding}{where}"
+    lies = f"{one.sharding} -> {other.sharding}"
+    yield f"  {shown_name(tensor.name)} {other.type} {lies}{where}"
     changed = _change(one.bytes_per_device, other.bytes_per_device)
     yield f"      on one device {changed}"
     yield from _by("was by", one.origins, other.origins)
@@ -234,7 +235,7 @@ def _sent_lines(one: SentDifference) -> Iterator[str]:
     ]
     if None not in seconds:
         moved += f", {_times(*seconds)}"
-    yield f"  {one.what}: {one.kind} along {axes} at {one.at}, {moved}"
+    yield f"  {one.what}: {one.kind} along {axes} at {shown_name(one.at)}, {moved}"
     for name, sent in ("was by", one.before), ("now by", one.after):
         if sent is not None:
             yield from _by(name, sent.origins, ())

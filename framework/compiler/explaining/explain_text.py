@@ -240,8 +240,8 @@ def _others(folded: Sequence[TensorReport]) -> Iterator[str]:
 def _settled(tensors: Sequence[TensorReport]) -> set[int]:
     """The ids of results that lie as the arguments do whose new values they are.
 
-    These have the same path in the nest of their argument: `0.theta.w` becomes
-    `state.theta.w`.
+    Programs return state in the place "state" of their results, with the paths that it
+    has in the nest of its argument: `0.theta.w` becomes `state.theta.w`.
     """
 
     def how(tensor: TensorReport) -> tuple:
@@ -249,8 +249,9 @@ def _settled(tensors: Sequence[TensorReport]) -> set[int]:
         return path, _type(tensor), str(tensor.sharding), tensor.logical_shape
 
     arguments = {how(t) for t in tensors if t.kind.value == "argument"}
-    results = [t for t in tensors if t.kind.value == "result" and how(t)[0]]
-    return {id(t) for t in results if how(t) in arguments}
+    results = [t for t in tensors if t.kind.value == "result"]
+    state = [t for t in results if t.op_name.startswith("state.")]
+    return {id(t) for t in state if how(t) in arguments}
 
 
 def _folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
@@ -262,7 +263,8 @@ def _folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
     for tensor in tensors:
         is_bits = tensor.dtype == _BITS and tensor.source is not None
         is_alone = tensor.annotated or tensor.collectives or not is_bits
-        key = (id(tensor),) if is_alone else (str(tensor.source), tensor.why_replicated)
+        how = str(tensor.source), str(tensor.sharding), tensor.why_replicated
+        key = (id(tensor),) if is_alone else how
         groups.setdefault(key, []).append(tensor)
     return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
 
@@ -330,7 +332,7 @@ def cause_lines(collective: InsertedCollective) -> Iterator[str]:
         yield f"gathered in full: {_origin(one.tensor, one.tensor_name)}"
         yield from _remedy_lines(one)
     elif not collective.between:
-        yield "made by XLA's partitioner itself, for a cause that is not known"
+        yield "of no known cause: XLA's partitioner may have made it by itself"
 
 
 def _between_lines(transfer: Transfer) -> Iterator[str]:

@@ -54,8 +54,7 @@ def with_reasons(
     Where XLA completed a tensor otherwise than Shardy does in this process, axes that
     only XLA's has are left without. Of a collective at no tensor, what is alike and at
     no tensor either is told. Collectives that propagation does not explain are left
-    without: XLA's partitioner made them by itself, some of them to gather a tensor in
-    full, of `gathered`.
+    without: some of them gather a tensor in full, of `gathered`.
 
     Returns:
       The reports, and the collectives that are `elsewhere`.

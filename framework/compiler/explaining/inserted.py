@@ -33,7 +33,7 @@ class InsertedCollective:
       shared_by: for how many ops XLA combined it; `bytes` is for all of them.
       shapes: of its results on one device.
       between: with reasons, the shardings that it brings together; () if propagation
-        has nothing to send of this size: then XLA's partitioner made it by itself.
+        has nothing to send of this size, or XLA gathers something else of it in full.
       gathers: with reasons, the tensor that it gathers in full though no annotation
         asks for that; None if it is no such gather.
     """

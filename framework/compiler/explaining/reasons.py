@@ -305,8 +305,7 @@ class Reasons:
         trail = self.trail(place, axis)
         begin = trail[0].source if trail else place
         name = self._origin_name(begin, axis)
-        is_here = name == SELF or self._asks(begin, axis)
-        origin = self.origin_at(begin) if is_here else self._origin_of(name)
+        origin = self.origin_at(begin) if name == SELF else self._origin_of(name)
         before = self._before_settling(origin, axis)
         if before is not None and not trail:
             return dataclasses.replace(before, dim=dim)
@@ -345,7 +344,7 @@ class Reasons:
     def trail(self, place: Place, axis: str) -> list[Arrival]:
         """How an axis came to a place, from where it begins."""
         arrivals: list[Arrival] = []
-        while self._origin_name(place, axis) != SELF and not self._asks(place, axis):
+        while self._origin_name(place, axis) != SELF:
             before = arrivals[-1].step if arrivals else None
             arrival = self._arrival(place, axis, before)
             if arrival is None:  # It begins at an annotation that is next to it.
@@ -357,7 +356,7 @@ class Reasons:
     def _asks(self, place: Place, axis: str) -> bool:
         """Whether an argument or a result was given a sharding with this axis.
 
-        Shardy says that it comes from an annotation next to it that agrees.
+        Shardy names an annotation next to it that agrees; of equal results no origin.
         """
         border = self.border(place)
         if border is None:
@@ -386,6 +385,8 @@ class Reasons:
         return form.kept_from if form and self.border(place) == form.border else ""
 
     def _origin_name(self, place: Place, axis: str) -> str:
+        if self._asks(place, axis):
+            return SELF
         names = self.recorded.origins(place)
         if axis in names:
             return names[axis]

@@ -56,40 +56,39 @@ def what_if(
 
     Returns:
       The difference, from the program as it is to the one asked for; its notes say what
-      stays as it is, though it might not in a program that is so annotated.
+      stays as it is, though it might not in a program that is so annotated, and what
+      such a program stores padded, whose transfers may differ from those here.
 
     Raises:
       ValueError: no such tensor, or several; a sharding that does not fit the tensor;
-        two for one variable; or no such topology.
+        two for one variable; an argument or a result that is stored padded, or updated
+        in shards; or no such topology.
       LoweringError: Shardy cannot complete the program so.
     """
     reasons = program.reasons
     links = None if topology is None else Links(reasons.mesh, topology)
     changes: dict[Spot, Sharding | None] = {}
-    texts = []
+    texts, notes = [], []
     for name, asked in shardings.items():
         tensor = _only(reasons, name)
         sharding = _sharding(reasons, tensor, asked)
         for spot in _spots(reasons, tensor):
+            _check_stored(reasons, tensor, spot)
             if changes.setdefault(spot, sharding) != sharding:
                 raise ValueError(
                     f"{name} is asked for twice, as {changes[spot]} and as {sharding}: "
                     "the argument and the result of state have the same sharding"
                 )
         texts.append(f"{name} {sharding or 'left to completion'}")
+        notes += _unpadded(reasons, tensor, sharding)
     difference = compare(
         (reasons.name, reasons),
         (f"with {', '.join(texts)}", changed(reasons, changes)),
         links,
     )
-    notes = tuple(
-        _kept(
-            reasons,
-            changes,
-            are_sharded=bool(program.updates and program.updates.sharded),
-        )
-    )
-    return dataclasses.replace(difference, notes=notes)
+    are_sharded = bool(program.updates and program.updates.sharded)
+    notes += _kept(reasons, changes, are_sharded=are_sharded)
+    return dataclasses.replace(difference, notes=tuple(notes))
 
 
 def changed(reasons: Reasons, changes: Mapping[Spot, Sharding | None]) -> Reasons:
@@ -159,6 +158,34 @@ def _spots(reasons: Reasons, tensor: TensorLayout) -> list[Spot]:
     return sorted([spot, *others], key=lambda of: of.kind.value)
 
 
+def _check_stored(reasons: Reasons, tensor: TensorLayout, spot: Spot) -> None:
+    """Refuses what annotations inside of the program lay out as its border is."""
+    if spot.kind is Kind.INSIDE:
+        return
+    form = reasons.written.form(spot.kind, spot.number)
+    if form and (form.split or not form.is_logical):
+        how = f"in shards {form.border}" if form.split else f"as {form.stored_shape}"
+        raise ValueError(
+            f"{tensor.name} of shape {form.shape} is stored {how}, and ops of "
+            f"{reasons.name} are for that: trace the program with the other sharding, "
+            "and compare the two by explain_difference"
+        )
+
+
+def _unpadded(
+    reasons: Reasons, tensor: TensorLayout, sharding: Sharding | None
+) -> Iterator[str]:
+    """That an argument or a result, which a program stores padded, is not here."""
+    if sharding is None or reasons.spot(tensor).kind is Kind.INSIDE:
+        return
+    stored = sharding.padded_shape(tensor.shape)
+    if stored != tensor.shape:
+        yield (
+            f"a program with {tensor.name} {sharding} stores it padded, "
+            f"{tensor.shape} as {stored}: what that sends is not known here"
+        )
+
+
 def _kept(
     reasons: Reasons, changes: Mapping[Spot, Sharding | None], *, are_sharded: bool
 ) -> Iterator[str]:
@@ -196,6 +223,8 @@ def _weight(tensor: TensorLayout) -> tuple[str, ...]:
 def _only(reasons: Reasons, name: str) -> TensorLayout:
     """The tensor of a name; of state, its argument."""
     found = find(reasons, name)
+    # What only prints so is asked for by its whole name.
+    found = [tensor for tensor in found if tensor.name == name] or found
     if len({frozenset(_spots(reasons, tensor)) for tensor in found}) > 1:
         names = ", ".join(repr(tensor.name) for tensor in found[:6])
         raise ValueError(

@@ -22,7 +22,7 @@ def settle_state(module: Module, carried: int) -> None:
     programs are split evenly, and the function is traced with the padded shapes.
 
     Args:
-      module: the program; its forms are changed in place.
+      module: the program; its forms and notes are changed in place.
       carried: how many leaves are state: the first of the arguments, and in their place
         the first of the result.
 
@@ -30,6 +30,7 @@ def settle_state(module: Module, carried: int) -> None:
       ValueError: the two forms of a leaf differ; or only one is given, and is padded.
     """
     arguments, results = module.in_forms, module.out_forms
+    module.notes = dataclasses.replace(module.notes, carried=carried)
     left = []
     for number in range(carried):
         _check_given(module, number)

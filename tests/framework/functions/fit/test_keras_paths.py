@@ -213,6 +213,29 @@ def test_where_variables_are():
     assert str(mw.visualize(kernel.value)) == str(mw.visualize(kernel))
 
 
+def test_variables_of_one_path_are_numbered():
+    """Layers of a subclass may have the same name; it need not be compiled."""
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__(name="twice")
+            self.first = keras.layers.Dense(16, name="same")
+            self.second = keras.layers.Dense(4, use_bias=False, name="same")
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+    model = Twice()
+    mw.keras.distribute(model, MESH, "fsdp")
+    model.predict(np.ones((8, 12), np.float32), verbose=0)
+    placed = {path: str(lies) for path, lies in mw.keras.shardings(model).items()}
+    assert placed == {
+        "twice/same/kernel": "[_,data.model]",
+        "twice/same/bias": "[data.model]",
+        "twice/same/kernel:1": "[data.model,_]",
+    }
+
+
 UNITS = 'the layout "tensor", which splits feed-forward layers by units'
 INPUTS = 'the layout "tensor", which splits by inputs a layer that follows one split'
 LARGEST = 'the layout "fsdp", which splits the largest dim that its axes divide'

@@ -37,6 +37,24 @@ class Warm(keras.optimizers.SGD):
             slot.assign(slot + 1.0)
 
 
+class Counted(keras.metrics.Metric):
+    """Writes to what it makes in its first update."""
+
+    count = None
+
+    def update_state(self, labels, outputs, sample_weight=None):
+        if self.count is None:
+            self.count = self.add_variable((), "zeros", name="count")
+            self.count.assign(5.0)
+        self.count.assign_add(1.0)
+
+    def result(self):
+        return 0.0 if self.count is None else self.count
+
+    def reset_state(self):
+        pass
+
+
 class Cached(Traced):
     """Makes a variable of which Keras does not know."""
 
@@ -58,7 +76,7 @@ class Careless(Traced):
         return super().call(x) * scale
 
 
-def fitted(layer, optimizer, mesh, *, built=True):
+def fitted(layer, optimizer, mesh, *, built=True, metrics=()):
     """The layer, and what `fit` gives, on one device or on a mesh."""
     keras.utils.set_random_seed(1)
     first = layer(16, use_bias=False, name="first")  # Normalization takes it off.
@@ -67,7 +85,8 @@ def fitted(layer, optimizer, mesh, *, built=True):
     if mesh is not None:
         mw.keras.distribute(model, mesh, "fsdp")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+    top = keras.metrics.SparseTopKCategoricalAccuracy(2)
+    metrics = ["accuracy", top, *(metric() for metric in metrics)]
     model.compile(optimizer(), loss, metrics=metrics, jit_compile=True)
     first.traces = 0
     fit = model.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
@@ -79,25 +98,46 @@ def averaged():
     return keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)
 
 
+def warm():
+    return Warm(0.1, momentum=0.9)
+
+
+def scaled(inner):
+    return keras.optimizers.LossScaleOptimizer(inner)
+
+
 @pytest.mark.parametrize(
-    ("layer", "optimizer", "built", "traces"),
+    ("layer", "optimizer", "how", "traces"),
     [
-        (Traced, keras.optimizers.Adam, True, 1),
-        (Traced, averaged, True, 1),
-        (Traced, keras.optimizers.Adam, False, 2),
-        (Rescaled, keras.optimizers.Adam, False, 2),
-        (Traced, lambda: Warm(0.1, momentum=0.9), True, 2),
-        (Cached, keras.optimizers.Adam, True, 2),
+        (Traced, keras.optimizers.Adam, {}, 1),
+        (Traced, averaged, {}, 1),
+        (Traced, lambda: scaled(averaged()), {}, 1),
+        (Traced, keras.optimizers.Adam, {"built": False}, 2),
+        (Rescaled, keras.optimizers.Adam, {"built": False}, 2),
+        (Traced, warm, {}, 2),
+        (Traced, lambda: scaled(warm()), {}, 2),
+        (Traced, keras.optimizers.Adam, {"metrics": [Counted]}, 2),
+        (Cached, keras.optimizers.Adam, {}, 2),
     ],
-    ids=["built", "averages", "unbuilt", "written", "optimizer", "untracked"],
+    ids=[
+        "built",
+        "averages",
+        "scaled",
+        "unbuilt",
+        "written",
+        "optimizer",
+        "inner_optimizer",
+        "metric",
+        "untracked",
+    ],
 )
 def test_a_step_is_traced_once_if_keras_makes_its_variables(
-    layer, optimizer, built, traces
+    layer, optimizer, how, traces
 ):
     """Of Keras's own optimizers and metrics; TF drops writes of the first of two."""
-    first, got = fitted(layer, optimizer, MESH, built=built)
+    first, got = fitted(layer, optimizer, MESH, **how)
     assert first.traces == traces
-    _, want = fitted(layer, optimizer, None, built=built)
+    _, want = fitted(layer, optimizer, None, **how)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 

@@ -189,6 +189,70 @@ def test_of_state_argument_and_result_change_and_given_slots_are_noted():
     assert note == f"the given shardings stay of {slots}"
 
 
+def test_of_uneven_dims_it_is_noted_that_nothing_is_padded():
+    w = tf.Variable(tf.ones([6, 10]), name="w")
+
+    def program(**layout):
+        fn = mw.function(lambda x: w.assign_add(x), MESH, name="step", **layout)
+        return fn.program(tf.ones([6, 10]))
+
+    asked = {"w": [None, "Y"]}
+    (note,) = mw.what_if(program(), asked).notes
+    assert note.startswith(
+        "a program with 0.w [_,Y] stores it padded, (6, 10) as (6, 12): what that sends"
+    )
+    padded = program(layout={"^w": [None, "Y"]})
+    message = (
+        r"0.w of shape \(6, 10\) is stored as \(6, 12\), and ops of step are for that: "
+        "trace .* compare the two by explain_difference"
+    )
+    with pytest.raises(ValueError, match=message):
+        mw.what_if(padded, {"w": None})
+
+
+def test_what_is_updated_in_shards_is_refused():
+    in_shards = mw.UpdateSharding(mode=mw.WeightUpdateSharding.ALL, data_axes=["X"])
+    with pytest.raises(ValueError, match=r"0.m_w_in of .* is stored in shards \[X,_\]"):
+        mw.what_if(stepped({}, update_sharding=in_shards), {"m_w_in": [None, "Y"]})
+
+
+def test_results_that_are_one_tensor_have_their_own_origins():
+    """Shardy names no origin of the first."""
+    w = tf.Variable(tf.ones([6, 10]), name="w")
+    program = mw.function(lambda x: w.assign_add(x), MESH).program(tf.ones([6, 10]))
+    difference = mw.what_if(program, {"result state.w": [None, "Y"]})
+    (state,) = (t for t in difference.tensors if t.name == "result state.w")
+    assert [o.name for o in state.after.origins] == ["state.w"]
+
+
+def test_state_of_a_traced_program_is_asked_for_by_its_argument():
+    state = trace_program(
+        lambda w, x: (w + x, tf.reduce_sum(w)),
+        [tf.TensorSpec([8, 8])] * 2,
+        MESH,
+        carried=1,
+    )
+    difference = mw.what_if(state, {"argument 0": ["X", None]})
+    assert named(difference.tensors, "result 0").after.sharding == "[X,_]"
+
+
+def test_what_prints_alike_is_told_apart_by_whole_names():
+    called = tf.function(lambda x: tf.tanh(x), autograph=False)
+    program = trace_program(
+        lambda x: called(x) + tf.tanh(2 * x), [tf.TensorSpec([8, 8])], MESH
+    )
+    for name in ("Tanh", "PartitionedCall/Tanh"):
+        difference = mw.what_if(program, {name: ["X", None]})
+        assert named(difference.tensors, name).after.sharding == "[X,_]"
+        assert f"with {name} [X,_]" in str(difference)
+
+
+def test_the_call_that_holds_the_program_is_no_part_of_printed_names():
+    difference = mw.what_if(stepped({}), {"w_out": ["Y", None]})
+    assert any("PartitionedCall" in one.name for one in difference.tensors)
+    assert "PartitionedCall" not in str(difference)
+
+
 def test_a_variable_has_one_sharding():
     asked = {"argument 0.w_in": [None, "X"], "result state.w_in": [None, "Y"]}
     with pytest.raises(ValueError, match=r"asked for twice, as \[_,X\] and as \[_,Y\]"):

@@ -253,7 +253,9 @@ def dropped(state, x, key):
     hidden = mw.mesh_split(x @ state["w"], MESH, ["X", "Y"])
     kept = random.keep_mask(key, 0.5, hidden.shape)
     y = tf.where(kept, hidden, 0.0)
-    return {"state": {"w": state["w"] + tf.reduce_mean(y)}, "y": y}
+    gradient = {"w": tf.ones_like(state["w"])}  # Is no new value, of the same path.
+    new = {"w": state["w"] + tf.reduce_mean(y)}
+    return {"state": new, "y": y, "gradient": gradient}
 
 
 def test_random_bits_of_a_line_and_new_values_are_a_line_each():
@@ -267,7 +269,7 @@ def test_random_bits_of_a_line_and_new_values_are_a_line_each():
         ],
         MESH,
         in_shardings=[{"w": w}, None, None],
-        out_shardings={"state": {"w": w}, "y": None},
+        out_shardings={"state": {"w": w}, "y": None, "gradient": {"w": w}},
     )
     explanation = mw.explain(program)
     text = str(explanation)
@@ -275,7 +277,7 @@ def test_random_bits_of_a_line_and_new_values_are_a_line_each():
     assert len(bits) > 100
     assert len(re.findall(r" u32\[", text)) < 20
     assert re.search(r"      and \d+ more u32 tensors of this line", text)
-    assert "state.w" not in text
+    assert "state.w" not in text and "  gradient.w " in text
     assert "  1 new value of arguments of the same names, split as these are" in text
     assert "  state.w " in explanation.text(match="state")
     # What is asked for is shown.
@@ -289,7 +291,7 @@ def test_a_collective_of_no_known_cause_says_so():
     alone = dataclasses.replace(gather, between=())
     assert list(cause_lines(gather)) == []
     assert list(cause_lines(alone)) == [
-        "made by XLA's partitioner itself, for a cause that is not known"
+        "of no known cause: XLA's partitioner may have made it by itself"
     ]
 
 
