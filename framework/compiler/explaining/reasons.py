@@ -57,7 +57,7 @@ from meshwright.framework.compiler.xla.mesh_program import Written
 from meshwright.framework.sharding.sharding import Sharding
 
 _ASKED = "/asked_for"
-"""Ends the name of an annotation that is in no program, see `Reasons.changed`."""
+"""Ends the name of an annotation that is in no program, see `Reasons`."""
 _NO_TENSOR = frozenset({"XLA_Args", "XLA_Retvals", "?"})
 _NAMELESS = (EDGE, "stablehlo.constant", "sdy.constant", WHILE)
 
