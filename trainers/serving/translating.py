@@ -12,7 +12,11 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.translation import Translation
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.serving.generation import Continued, row_multiple
+from meshwright.trainers.serving.generation import (
+    Continued,
+    TooLongError,
+    row_multiple,
+)
 
 
 def for_translating(experiment: Experiment, rows: int, seed: int) -> Experiment:
@@ -52,11 +56,20 @@ def target_language(task: Translation, wanted: str | None) -> str | None:
     )
 
 
-def check_source(task: Translation, source: Sequence[int], name: str) -> None:
+def check_source(
+    task: Translation, source: Sequence[int], name: str, language: str | None
+) -> None:
     """Checks the ids of a source, which messages call `name`.
 
+    Args:
+      task: the model's.
+      source: the ids.
+      name: of the source.
+      language: which its tag must name; None: there may be any, or no tag.
+
     Raises:
-      ValueError: there is none; one is unknown; or there are more than the model reads.
+      ValueError: there is none; one is unknown; or the tag is another language's.
+      TooLongError: there are more than the model reads.
     """
     if not source:
         raise ValueError(f"{name} is empty: give text to translate")
@@ -66,8 +79,14 @@ def check_source(task: Translation, source: Sequence[int], name: str) -> None:
             f"{name} has the id {unknown[0]}, but ids of tokens are from 1 to "
             f"{size - 1}, as TokenEmbedding.vocab_size is {size}: leave it out"
         )
-    if len(source) > most:
+    tag = None if language is None else task.text.trained_vocabulary().tag_id(language)
+    if tag not in (None, source[0]):
         raise ValueError(
+            f"{name} begins with the id {source[0]}, but --target_language={language} "
+            f"has the tag {tag}: leave out the flag, or begin with this tag"
+        )
+    if len(source) > most:
+        raise TooLongError(
             f"{name} has {len(source)} tokens, tag and end among them, but the model "
             f"was trained on {most} at most, TranslationInput.source_length: shorten it"
         )
@@ -96,8 +115,8 @@ class Translator:
             the programs have rows.
           number: of this batch; others have other draws.
         """
-        first = number * self._rows
-        numbers = range(first, first + len(sources))
+        # Not the numbers of sources: rows, and so draws, would depend on the mesh.
+        numbers = [number] * len(sources)
         batch = self.task.text.to_translate(sources, numbers, self._rows)
         out = self._programs.decode(self._theta, batch).map(to_host)
         pairs = zip(out.ids[: len(sources)], out.scores, strict=False)

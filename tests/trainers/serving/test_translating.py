@@ -100,6 +100,59 @@ def test_a_text_and_draws(trained, tmp_path, capsys):
     assert capsys.readouterr().out == text != "\n"
 
 
+def test_a_source_that_is_too_long_keeps_no_other_from_its_translation(
+    trained, tmp_path, capfd
+):
+    file, output = tmp_path / "sources.txt", tmp_path / "out.jsonl"
+    long = "red " * 20
+    file.write_bytes("\r\n".join([TEXTS[0], long, long, "", TEXTS[1]]).encode())
+    flags = {"prompts_file": str(file), "target_language": "de"}
+    # Of the batches of two sources one has only such that are too long.
+    assert call_main(trained, rows="2", output=str(output), **flags) == 1
+    message = "2 of 4 prompts are too long, and the others are answered: line 2 of "
+    assert message in capfd.readouterr().err
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [TEXTS[0], long, long, TEXTS[1]]
+    assert [len(line["translations"]) for line in lines] == [4, 0, 0, 4]
+    assert "line 3 of " in lines[2]["refused"] and "refused" not in lines[3]
+    ids, _ = expected(trained, "de")
+    for line, want in zip((lines[0], lines[3]), ids, strict=False):
+        got = line["translations"][0]["ids"]
+        assert got == want[0, : len(got)].tolist()
+    # Where none is left nothing is compiled.
+    file.write_text(f"{long}\n{long}\n")
+    assert call_main(trained, **flags) == 1
+    assert "line 1 of " in capfd.readouterr().err
+
+
+def test_draws_are_the_same_on_every_mesh(trained, tmp_path, capsys):
+    """Of batches behind the first too, which have more rows on more devices."""
+    file = tmp_path / "sources.txt"
+    file.write_text("\n".join(TEXTS))
+    flags = {"prompts_file": str(file), "target_language": "fr", "rows": "1"}
+    texts = set()
+    for mesh in ("(2, 4)", "(1, 1)"):
+        mesh_shape = f"MESH_SHAPE = {mesh}"
+        assert call_main(trained, mesh_shape, temperature="1", **flags) is None
+        lines = map(json.loads, capsys.readouterr().out.splitlines())
+        texts.add(tuple(line["translations"][0]["text"] for line in lines))
+    assert len(texts) == 1
+
+
+def test_ids_of_another_language_than_the_flag_s_are_refused(trained, tmp_path, capfd):
+    file = tmp_path / "sources.jsonl"
+    ids = trained.programs.experiment.task.text.encode("red", "de")
+    file.write_text(json.dumps({"prompt": ids}))
+    flags = {"prompts_file": str(file), "target_language": "fr"}
+    assert call_main(trained, **flags) == 1
+    message = f"line 1 of {file} begins with the id {ids[0]}, but --target_language=fr"
+    assert message in capfd.readouterr().err
+    flags["target_language"] = "it"
+    assert call_main(trained, **flags) == 1
+    message = "--target_language is 'it': the model translates to de, fr"
+    assert message in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags,message",
     [
@@ -110,6 +163,8 @@ def test_a_text_and_draws(trained, tmp_path, capsys):
             "tokens, tag and end among them, but the model was trained on 16 at most",
         ),
         ({"target_language": "de", "max_tokens": "3"}, "--max_tokens is for text that"),
+        # Before anything is read from standard input.
+        ({"prompt": [], "target_language": "it"}, "is 'it': the model translates to d"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(trained, capfd, flags, message):
