@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.modeling.layer import EXPERT_DIM
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.translation import Translation
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving.generation import (
     Continued,
@@ -24,10 +26,15 @@ def for_translating(experiment: Experiment, rows: int, seed: int) -> Experiment:
 
     Args:
       experiment: its task is a `Translation`.
-      rows: 1 or more; it is raised until the devices can divide it.
+      rows: 1 or more; it is raised until the devices can divide it. If the encoder has
+        experts, which serve groups of tokens, or is a pipeline, it is raised to a
+        multiple of the rows of evaluations.
       seed: of draws.
     """
-    multiple = row_multiple(experiment)
+    task, multiple = experiment.task, row_multiple(experiment)
+    weights = task.encoder.weights().leaves()
+    if pipelines(task) or any(EXPERT_DIM in spec.dims for spec in weights):
+        multiple = experiment.global_batch
     rows = -(-rows // multiple) * multiple
     return dataclasses.replace(experiment, global_batch=rows, seed=seed)
 
