@@ -288,7 +288,7 @@ class Vocabulary:
             raise ValueError(f"the vocabulary has no tag for language {language!r}")
         return self._processor.piece_to_id(tag_of(language))
 
-    @property
+    @functools.cached_property
     def languages(self) -> list[str]:
         """The languages that have tags, sorted."""
         processor = self._processor

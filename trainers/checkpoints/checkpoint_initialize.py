@@ -35,6 +35,7 @@ from meshwright.trainers.checkpoints.checkpoint_manifest import (
     bullet_list,
     check_orders,
     forms,
+    restacked,
 )
 from meshwright.trainers.checkpoints.checkpoint_parts import Bounds, read_part
 from meshwright.trainers.checkpoints.checkpoint_rules import (
@@ -224,15 +225,12 @@ class _Fitting:
 
     def _check_orders(self, saved: Mapping[str, ArraySpec]) -> None:
         """Refuses whole stacks that number their layers otherwise than this model."""
-        wholes = {
-            f"theta.{path}": saved[pieces[0].name]
-            for path, pieces in self.pieces.items()
-            if not pieces[0].place.index
-        }
-        check_orders(
-            f"checkpoint {self._source.checkpoint}",
-            {path: (form, self._orders.get(path)) for path, form in wholes.items()},
-        )
+        pairs = {}
+        for path, (piece, *_) in self.pieces.items():
+            if not piece.place.index:
+                form = restacked(saved[piece.name], self._wanted[path].shape)
+                pairs[f"theta.{path}"] = (form, self._orders.get(f"theta.{path}"))
+        check_orders(f"checkpoint {self._source.checkpoint}", pairs)
 
     def assembled(self, path: str, arrays: Mapping[str, _Array]) -> jax.Array:
         """The weight at `path`, with the initial weight's sharding, from `arrays`."""

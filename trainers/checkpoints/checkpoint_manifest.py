@@ -104,6 +104,17 @@ def with_rounds(saved: Mapping[str, ArraySpec], rounds: int) -> dict[str, ArrayS
     return {path: with_order(form) for path, form in saved.items()}
 
 
+def restacked(form: ArraySpec, shape: Sequence[int]) -> ArraySpec:
+    """`form` with an order, if it has none and other stacks are made of its stack.
+
+    Its layers are in a row then, as other programs stack them.
+    """
+    if form.order is not None or form.shape[:2] == tuple(shape[:2]):
+        return form
+    order = LayerOrder(layers=None, stages=1, rounds=1)
+    return dataclasses.replace(form, order=order)
+
+
 def check_orders(
     name: str,
     pairs: Mapping[str, tuple[ArraySpec, LayerOrder | None]],

@@ -86,17 +86,19 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
     )
     raise ConfigError(
         f"no gin file {path!r}, neither from {os.getcwd()} nor in {PARAMS}"
-        + (nearest(names[-1], _beside(path)) or did_you_mean(names[-1], shipped))
+        + (_beside(names[-1]) or did_you_mean(names[-1], shipped))
     )
 
 
-def _beside(path: str) -> list[str]:
-    """Gin files in the folder of `path`, as `path` would name them."""
-    folder = pathlib.Path(path).parent
+def _beside(path: str) -> str:
+    """Suggests gin files in the folder of `path` whose own names are alike; or ""."""
+    folder, name = os.path.split(path)
     try:
-        return sorted(file.as_posix() for file in folder.glob("*.gin"))
+        there = [file.name for file in pathlib.Path(folder).glob("*.gin")]
     except OSError:
-        return []
+        return ""
+    # Paths would be alike by their folders alone.
+    return nearest(name, there, prefix=os.path.join(folder, ""))
 
 
 def load(

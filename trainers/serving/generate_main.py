@@ -40,7 +40,9 @@ from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError
 from meshwright.trainers.serving.generation import (
     INCOMPLETE,
+    Continued,
     Generator,
+    TooLongError,
     check_beams,
     check_prompt,
     language_model,
@@ -64,10 +66,12 @@ class Prompt:
     Args:
       given: what a result repeats: its text, or its ids.
       ids: its tokens.
+      refusal: why it gets no answer; "" if it gets one.
     """
 
     given: str | list[int]
     ids: list[int]
+    refusal: str = ""
 
 
 def _start() -> tuple[processes.Membership | None]:
@@ -101,13 +105,19 @@ def _run(
                 raise
             with open(os.devnull, "wb") as nowhere:  # Python flushes once more at last.
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    if refusals := [prompt.refusal for prompt in prompts or () if prompt.refusal]:
+        raise ValueError(
+            f"{len(refusals)} of {len(prompts)} prompts are too long, and the others "
+            f"are answered: {refusals[0]}"
+        )
 
 
 def _with_vocabulary(experiment: Experiment) -> Experiment:
     """The experiment whose task has the vocabulary of the training.
 
     Raises:
-      ValueError: the task neither continues text nor translates; a flag is not for it.
+      ValueError: the task neither continues text nor translates; a flag is not for it;
+        it does not translate to the language of --target_language.
     """
     task = experiment.task
     if isinstance(task, Translation):
@@ -131,6 +141,11 @@ def _with_vocabulary(experiment: Experiment) -> Experiment:
                 f"{type(task).__name__}: leave it out"
             )
     task = task.as_trained(generate_flags.MODEL_DIR.value)
+    if isinstance(task, Translation):
+        # Sources in a file may be ids, which need no language.
+        wanted = generate_flags.TARGET_LANGUAGE.value
+        if wanted is not None or generate_flags.PROMPTS_FILE.value is None:
+            target_language(task, wanted)
     return dataclasses.replace(experiment, task=task)
 
 
@@ -236,19 +251,24 @@ def _answer(
             print(shown, end="", flush=True)
         print(flush=True)
         return
-    ids = [prompt.ids for prompt in prompts]
-    for prompt, found in zip(prompts, generator.all(ids, number=number), strict=True):
-        continuations = [
-            {
-                "text": _text(task, prompt, each.ids),
-                **dataclasses.asdict(each),
-            }
-            for each in found
-        ]
-        is_translation = isinstance(task, Translation)
-        found_name = "translations" if is_translation else "continuations"
-        line = {"prompt": prompt.given, found_name: continuations}
-        print(_json(line), file=output, flush=True)
+    ids = [prompt.ids for prompt in prompts if not prompt.refusal]
+    answers = iter(generator.all(ids, number=number) if ids else ())
+    for prompt in prompts:
+        found = [] if prompt.refusal else next(answers)
+        print(_json(_line(task, prompt, found)), file=output, flush=True)
+
+
+def _line(
+    task: LanguageModel | Translation, prompt: Prompt, found: Sequence[Continued]
+) -> dict[str, Any]:
+    """What a JSON line says about a prompt."""
+    name = "translations" if isinstance(task, Translation) else "continuations"
+    texts = [
+        {"text": _text(task, prompt, each.ids), **dataclasses.asdict(each)}
+        for each in found
+    ]
+    refused = {"refused": prompt.refusal} if prompt.refusal else {}
+    return {"prompt": prompt.given, name: texts, **refused}
 
 
 def _text(task: LanguageModel | Translation, prompt: Prompt, ids: Sequence[int]) -> str:
@@ -341,11 +361,14 @@ def _prompts(task: LanguageModel | Translation) -> list[Prompt] | None:
     if not numbered:
         raise ValueError(f"--prompts_file={path} has no prompts: write one a line")
     is_json = path.suffix == ".jsonl"
-    return [
-        _prompt(task, _parsed(line, name) if is_json else line, name)
+    prompts = [
+        _prompt_or_refusal(task, _parsed(line, name) if is_json else line, name)
         for number, line in numbered
         for name in [f"line {number} of {path}"]
     ]
+    if all(prompt.refusal for prompt in prompts):
+        raise ValueError(prompts[0].refusal)
+    return prompts
 
 
 def _parsed(line: str, name: str) -> Any:
@@ -369,6 +392,16 @@ def _parsed(line: str, name: str) -> Any:
     return prompt
 
 
+def _prompt_or_refusal(
+    task: LanguageModel | Translation, given: str | list[int], name: str
+) -> Prompt:
+    """As `_prompt`; one that is too long does not keep others from their answers."""
+    try:
+        return _prompt(task, given, name)
+    except TooLongError as error:
+        return Prompt(given=given, ids=[], refusal=str(error))
+
+
 def _prompt(
     task: LanguageModel | Translation, given: str | list[int], name: str
 ) -> Prompt:
@@ -383,7 +416,7 @@ def _prompt(
             ) from error
         ids = _encoded(task, given)
     if isinstance(task, Translation):
-        check_source(task, ids, name)
+        check_source(task, ids, name, generate_flags.TARGET_LANGUAGE.value)
     else:
         check_prompt(task, ids, generate_flags.CACHE_LENGTH.value, name)
     return Prompt(given=given, ids=ids)

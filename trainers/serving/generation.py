@@ -38,6 +38,10 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _TOKENS_OF_A_CALL = 32
 
 
+class TooLongError(ValueError):
+    """A prompt has more tokens than the model has place for."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continued:
     """A continuation of a prompt.
@@ -83,8 +87,8 @@ def check_prompt(
     """Checks the ids of a prompt, which messages call `name`.
 
     Raises:
-      ValueError: there is none; one is unknown; or there are as many as the cache has
-        places.
+      ValueError: there is none, or one is unknown.
+      TooLongError: there are as many as the cache has places.
     """
     if not prompt:
         raise ValueError(f"{name} is empty: give text to continue")
@@ -98,7 +102,7 @@ def check_prompt(
         )
     places = _places(task, cache_length)
     if len(prompt) >= places:
-        raise ValueError(
+        raise TooLongError(
             f"{name} has {len(prompt)} tokens, which leaves no place for another in a "
             f"cache of {places}: shorten it, or make the cache longer, by "
             f"--cache_length={len(prompt) + 1} or more"

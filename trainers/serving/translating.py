@@ -8,11 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.modeling.layer import EXPERT_DIM
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.translation import Translation
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.serving.generation import Continued, row_multiple
+from meshwright.trainers.serving.generation import (
+    Continued,
+    TooLongError,
+    row_multiple,
+)
 
 
 def for_translating(experiment: Experiment, rows: int, seed: int) -> Experiment:
@@ -20,10 +26,15 @@ def for_translating(experiment: Experiment, rows: int, seed: int) -> Experiment:
 
     Args:
       experiment: its task is a `Translation`.
-      rows: 1 or more; it is raised until the devices can divide it.
+      rows: 1 or more; it is raised until the devices can divide it. If the encoder has
+        experts, which serve groups of tokens, or is a pipeline, it is raised to a
+        multiple of the rows of evaluations.
       seed: of draws.
     """
-    multiple = row_multiple(experiment)
+    task, multiple = experiment.task, row_multiple(experiment)
+    weights = task.encoder.weights().leaves()
+    if pipelines(task) or any(EXPERT_DIM in spec.dims for spec in weights):
+        multiple = experiment.global_batch
     rows = -(-rows // multiple) * multiple
     return dataclasses.replace(experiment, global_batch=rows, seed=seed)
 
@@ -52,11 +63,20 @@ def target_language(task: Translation, wanted: str | None) -> str | None:
     )
 
 
-def check_source(task: Translation, source: Sequence[int], name: str) -> None:
+def check_source(
+    task: Translation, source: Sequence[int], name: str, language: str | None
+) -> None:
     """Checks the ids of a source, which messages call `name`.
 
+    Args:
+      task: the model's.
+      source: the ids.
+      name: of the source.
+      language: which its tag must name; None: there may be any, or no tag.
+
     Raises:
-      ValueError: there is none; one is unknown; or there are more than the model reads.
+      ValueError: there is none; one is unknown; or the tag is another language's.
+      TooLongError: there are more than the model reads.
     """
     if not source:
         raise ValueError(f"{name} is empty: give text to translate")
@@ -66,8 +86,14 @@ def check_source(task: Translation, source: Sequence[int], name: str) -> None:
             f"{name} has the id {unknown[0]}, but ids of tokens are from 1 to "
             f"{size - 1}, as TokenEmbedding.vocab_size is {size}: leave it out"
         )
-    if len(source) > most:
+    tag = None if language is None else task.text.trained_vocabulary().tag_id(language)
+    if tag not in (None, source[0]):
         raise ValueError(
+            f"{name} begins with the id {source[0]}, but --target_language={language} "
+            f"has the tag {tag}: leave out the flag, or begin with this tag"
+        )
+    if len(source) > most:
+        raise TooLongError(
             f"{name} has {len(source)} tokens, tag and end among them, but the model "
             f"was trained on {most} at most, TranslationInput.source_length: shorten it"
         )
@@ -96,8 +122,8 @@ class Translator:
             the programs have rows.
           number: of this batch; others have other draws.
         """
-        first = number * self._rows
-        numbers = range(first, first + len(sources))
+        # Not the numbers of sources: rows, and so draws, would depend on the mesh.
+        numbers = [number] * len(sources)
         batch = self.task.text.to_translate(sources, numbers, self._rows)
         out = self._programs.decode(self._theta, batch).map(to_host)
         pairs = zip(out.ids[: len(sources)], out.scores, strict=False)

@@ -65,8 +65,11 @@ def rounds_of_pipelines(metadata: Any) -> int | None:
     that can be read.
     """
     try:
-        values = parameters(metadata["config"] or "%")
+        text = metadata["config"]
+        values = parameters(text)
     except (KeyError, TypeError, ValueError):
+        return None
+    if not text:
         return None
     rounds = {v for name, v in values.items() if is_rounds_of_pipeline(name)}
     (known, *others) = rounds or {1}

@@ -42,8 +42,8 @@ def start_notes(programs: StepPrograms) -> list[str]:
 def trace(programs: StepPrograms) -> None:
     """Traces the training program, and logs it: nothing else does meanwhile."""
     log_line(
-        "tracing the training program: Python runs the model, for seconds or, with "
-        "many different layers, minutes"
+        "tracing the training program: Python runs the model, which takes seconds, or "
+        "minutes if many of its layers differ"
     )
     start = time.perf_counter()
     programs.traced_main  # noqa: B018

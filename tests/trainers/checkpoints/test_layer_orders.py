@@ -154,14 +154,29 @@ def test_where_the_rounds_are_not_known_weights_are_read(tmp_path, config):
     assert start_from(folder, programs(*PIPELINED, ROUNDS % 1))
 
 
+def plain_before(folder, config):
+    """A checkpoint of a stack that is no pipeline, without orders."""
+    plain = programs("NUM_LAYERS = 4", small_run.MESH)
+    zeros = TrainState.abstract(plain).map(lambda x: jnp.zeros(x.shape, x.dtype))
+    with Checkpoints(folder / "checkpoints") as saver:
+        saver.save(5, zeros, metadata={"config": config})
+    return forget(folder)
+
+
 def test_a_stack_saved_before_goes_on_beside_a_pipeline(tmp_path):
     """The configuration has rounds of the pipeline, which the stack has none of."""
     plain = programs("NUM_LAYERS = 4", small_run.MESH)
-    zeros = TrainState.abstract(plain).map(lambda x: jnp.zeros(x.shape, x.dtype))
-    with Checkpoints(tmp_path / "checkpoints") as saver:
-        saver.save(5, zeros, metadata={"config": ROUNDS % 2})
-    forget(tmp_path)
-    assert start_from(tmp_path, plain)
+    assert start_from(plain_before(tmp_path, ROUNDS % 2), plain)
+
+
+def test_a_stack_of_unknown_order_is_reshaped_to_one_round_alone(tmp_path):
+    """Arrays of other programs have none: TensorFlow's checkpoints and safetensors."""
+    folder = plain_before(tmp_path, "")
+    rule = r"stack\.(.*) -> stack.\1 reshape"
+    assert start_from(folder, programs(*PIPELINED, ROUNDS % 1), rule)
+    message = "1 stage and 1 round in the checkpoint, 4 layers in 2 stages and 2 rounds"
+    with pytest.raises(CheckpointError, match=message):
+        start_from(folder, circular(), rule)
 
 
 def test_orders_that_no_shape_has_are_damage(saved):

@@ -171,6 +171,10 @@ def test_scopes_macros_enums_and_dtypes():
             r"--import=my_package.my_task, which",
         ),
         (
+            "Outer.first = @my_pairs.train",
+            r"If my_pairs.train is .* of yours, the gin file must import the module",
+        ),
+        (
             "import no.such.module",
             r"installed or in a folder of PYTHONPATH,\n  which .*/cwd is not: set "
             "PYTHONPATH=.",
@@ -480,6 +484,9 @@ def test_a_misspelt_file_is_looked_for_beside_itself(tmp_path, monkeypatch):
         message = f"no gin file '{name}', .*\\n  Did you mean {folder}/dates.gin\\?"
         with pytest.raises(config.ConfigError, match=message):
             config.find_gin_file(name)
+    with pytest.raises(config.ConfigError) as info:  # Alike by its folder alone.
+        config.find_gin_file(str(tmp_path / "job" / "mine.gin"))
+    assert "dates.gin" not in str(info.value)
 
 
 def test_a_macro_that_is_missing_is_not_another_that_ends_alike():

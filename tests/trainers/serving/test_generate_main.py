@@ -93,11 +93,15 @@ def test_the_text_of_beams_is_that_of_the_best(straight, tmp_path, capsys):
 def test_lines_of_a_file_are_continued(straight, tmp_path, capsys):
     _, folder = straight()
     file = tmp_path / "prompts.jsonl"
-    prompts = ["a", [1, 99], "def"]
+    prompts = ["a", [1, 99], "much too long", "def"]
     file.write_text("\n\n".join(json.dumps({"prompt": p}) for p in prompts))
-    assert call_main(folder, prompts_file=str(file), beams="2", max_tokens="3") is None
-    lines = parsed(capsys.readouterr().out)
+    assert call_main(folder, prompts_file=str(file), beams="2", max_tokens="3") == 1
+    out, err = capsys.readouterr()
+    lines = parsed(out)
     assert [line["prompt"] for line in lines] == prompts
+    refused = lines.pop(2)
+    assert refused["continuations"] == [] and refused["refused"] in err
+    assert refused["refused"].startswith(f"line 5 of {file} has 14 tokens")
     for line in lines:
         best, other = line["continuations"]
         assert best["score"] >= other["score"] and best["ids"] != other["ids"]

@@ -177,7 +177,7 @@ def test_help_needs_no_tensorflow(name):
         (
             "train",
             [TINY, "--model_dir=x", "--gin_param=PjitPartitioner.num_partitions = 2"],
-            r"'PjitPartitioner'(.|\n)*Of T5X's class, PjitPartitioner.num_partitions i",
+            r"'PjitPartitioner'(.|\n)*Of T5X's PjitPartitioner, num_partitions is an a",
         ),
         ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
         ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),

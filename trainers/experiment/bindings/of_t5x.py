@@ -71,12 +71,15 @@ def of_class(name: str) -> str:
     parts = name.rpartition("/")[2].split(".")
     if here := _CLASSES.get(".".join(parts[-2:])):
         return f"T5X's {'.'.join(parts[-2:])} is {here}"
+    owner = parts[-1]
+    if owner == "train" != name:  # Modules of one's own have such functions too.
+        return ""
     owned = [
-        f"{known} is {here}"
+        f"{known.partition('.')[2]} is {here}"
         for known, here in _CLASSES.items()
-        if known.startswith(f"{parts[-1]}.")
+        if known.startswith(f"{owner}.")
     ]
-    return f"Of T5X's class, {'; '.join(owned)}" if owned else ""
+    return f"Of T5X's {owner}, {'; '.join(owned)}" if owned else ""
 
 
 def of_flag(name: str, given: str) -> str:
