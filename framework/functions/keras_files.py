@@ -24,6 +24,9 @@ _WRITTEN_ONCE = ("save", "save_weights", "export")
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
 
 
+_LIBRARIES = ("keras.", "keras_hub.", "keras_rs.")
+
+
 def variables_of(model: Any) -> list[tf.Variable]:
     """TF's variables of a Keras model and, once it is compiled, its optimizer.
 
@@ -48,7 +51,14 @@ def is_built(model: Any) -> bool:
 
 
 def is_of_keras(model: Any, variable: tf.Variable) -> bool:
-    """Whether an optimizer or a metric has a variable, and none but Keras's own do."""
+    """Whether an optimizer or a metric has a variable, and all code is Keras's own.
+
+    Code of a user may write to what it makes, or to a weight when it first runs: TF
+    drops that with the first of two traces; with a single trace each step would do it.
+    """
+    layers = model._flatten_layers()  # The model is the first.
+    if not all(type(layer).__module__.startswith(_LIBRARIES) for layer in layers):
+        return False
     parts = [getattr(model, "optimizer", None), *model.metrics]
     owners = [
         part

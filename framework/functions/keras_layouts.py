@@ -284,11 +284,7 @@ class StepLayout(Layout):
                 self.layout.sharding_of(variable, self.mesh)
 
     def keeps(self, variable: tf.Variable) -> bool:
-        """Whether an optimizer or a metric of Keras itself made it, in the first step.
-
-        Layers, and classes of others, may also write to what they make, which TF drops
-        with the first of two traces.
-        """
+        """Whether an optimizer or a metric made it, of a model of Keras's own parts."""
         return is_of_keras(self.model, variable)
 
     def report(
