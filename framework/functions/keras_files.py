@@ -22,8 +22,6 @@ from meshwright.framework.functions.mesh_variable import silent_readers
 
 _WRITTEN_ONCE = ("save", "save_weights", "export")
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
-
-
 _LIBRARIES = ("keras.", "keras_hub.", "keras_rs.")
 
 

@@ -219,9 +219,9 @@ def test_all_macros_that_are_missing_are_named_at_once():
 def test_an_unknown_class_is_refused_with_those_that_fit():
     message = "Experiment.optimizer takes Adafactor, Adam, .*SGD"
     with pytest.raises(config.ConfigError, match=message):
-        config.load([], ["Experiment.optimizer = @Lion()"])
-    with pytest.raises(config.ConfigError, match="If Lion is a class of yours"):
-        config.load([], ["SpeechInput.vocabulary = @Lion()"])  # Of any class.
+        config.load([], ["Experiment.optimizer = @Sofia()"])
+    with pytest.raises(config.ConfigError, match="If Sofia is a class of yours"):
+        config.load([], ["SpeechInput.vocabulary = @Sofia()"])  # Of any class.
 
 
 @pytest.mark.parametrize(
