@@ -258,7 +258,11 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "options,partitioner", list(itertools.product(OPTIONS, ["SHARDY", "GSPMD"]))
+    "options,partitioner",
+    some_of(
+        itertools.product(OPTIONS, ["SHARDY", "GSPMD"]),
+        [*zip(OPTIONS, itertools.cycle(["SHARDY", "GSPMD"]))],
+    ),
 )
 def test_eight_devices_train_as_one_without_blocks(options, partitioner):
     def experiment(mesh, block_size):

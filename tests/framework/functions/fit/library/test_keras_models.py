@@ -68,7 +68,7 @@ def assert_alike(make, layout, rate=1e-2, **how):
 @pytest.mark.parametrize(
     ("layout", "partitioner", "updates"),
     [
-        ("data", SHARDY, "off"),
+        pytest.param("data", SHARDY, "off", marks=pytest.mark.slow),
         ("data", SHARDY, "all"),
         ("fsdp", SHARDY, "auto"),
         ("tensor", SHARDY, "all"),
