@@ -9,7 +9,7 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +48,8 @@ def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
-def is_of_keras(model: Any, variable: tf.Variable) -> bool:
-    """Whether an optimizer or a metric has a variable, and all code is Keras's own.
+def are_of_keras(model: Any, variables: Sequence[tf.Variable]) -> bool:
+    """Whether optimizer and metrics have variables, and all code is Keras's own.
 
     Code of a user may write to what it makes, or to a weight when it first runs: TF
     drops that with the first of two traces; with a single trace each step would do it.
@@ -58,13 +58,12 @@ def is_of_keras(model: Any, variable: tf.Variable) -> bool:
     if not all(type(layer).__module__.startswith(_LIBRARIES) for layer in layers):
         return False
     parts = [getattr(model, "optimizer", None), *model.metrics]
-    owners = [
-        part
-        for part in itertools.chain.from_iterable(map(_with_inner, parts))
-        if any(each._value is variable for each in part.variables)
-    ]
-    is_own = [type(owner).__module__.startswith("keras.") for owner in owners]
-    return any(is_own) and all(is_own)
+    of_keras, of_others = set(), set()
+    for part in itertools.chain.from_iterable(map(_with_inner, parts)):
+        is_own = type(part).__module__.startswith("keras.")
+        held = of_keras if is_own else of_others
+        held.update(id(variable._value) for variable in part.variables)
+    return {id(variable) for variable in variables} <= of_keras - of_others
 
 
 def _with_inner(part: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from meshwright.framework.functions.keras_files import is_of_keras, variables_of
+from meshwright.framework.functions.keras_files import are_of_keras, variables_of
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
@@ -283,9 +283,9 @@ class StepLayout(Layout):
             for variable in known:
                 self.layout.sharding_of(variable, self.mesh)
 
-    def keeps(self, variable: tf.Variable) -> bool:
-        """Whether an optimizer or a metric made it, of a model of Keras's own parts."""
-        return is_of_keras(self.model, variable)
+    def keeps(self, variables: Sequence[tf.Variable]) -> bool:
+        """Whether optimizer and metrics made them, of a model of Keras's own parts."""
+        return are_of_keras(self.model, variables)
 
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]

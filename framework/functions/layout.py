@@ -82,8 +82,8 @@ class Layout:
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
         """Raises ValueError if it does not fit the variables of the program `name`."""
 
-    keeps: Callable[[tf.Variable], bool] | None = None
-    """Whether a variable that a trace made is there for the next call; see `trace`."""
+    keeps: Callable[[Sequence[tf.Variable]], bool] | None = None
+    """Whether variables that a trace made are there for the next call; see `trace`."""
 
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]

@@ -103,7 +103,7 @@ def trace(
     *,
     paths: Sequence[str],
     name: str,
-    keeps: Callable[[tf.Variable], bool] | None = None,
+    keeps: Callable[[Sequence[tf.Variable]], bool] | None = None,
 ) -> Traced:
     """Traces a function as TF does: it may create variables when it is first called.
 
@@ -113,7 +113,7 @@ def trace(
       leaves: of the structure: a `tf.TensorSpec` for each tensor, Python values.
       paths: of the leaves, for messages.
       name: for messages.
-      keeps: whether a variable that the function makes is known to be there for the
+      keeps: whether variables that the function makes are known to be there for the
         next call. TF traces a function again where variables are made, to find that
         out; a trace whose variables are all kept is the last. None: it is not known.
 
@@ -144,7 +144,7 @@ def trace(
         making = functools.partial(_made_outside, made)
     try:
         concrete = _concrete(of_tensors, specs)
-        if made and not all(map(keeps, made)):
+        if made and not keeps(made):
             making = contextlib.nullcontext
             concrete = _concrete(of_tensors, specs)
     except UnliftableError as error:
