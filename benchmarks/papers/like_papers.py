@@ -75,7 +75,7 @@ def _recomputing(row: Any, result: Mapping[str, Any], step_s: float) -> float:
 DIFFERENCES = {
     "as many FLOPs as the paper's": with_its_flops,
     "as much recomputed as in the paper": with_its_recomputation,
-    "that, and gradients reduced in each iteration": with_its_reductions,
+    "that, and gradients reduced each iteration": with_its_reductions,
     "the reduce-scatters of the paper's Figure 7": with_its_scatters,
 }
 """What each function takes away, for a text."""
