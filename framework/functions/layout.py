@@ -21,6 +21,7 @@ from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.framework.sizes import bytes_text
 
 _PATH = "_meshwright_path"
+_NUMBER = re.compile(r"_\d+$")
 
 
 def path_of(variable: tf.Variable) -> str:
@@ -177,7 +178,12 @@ class LayoutTable(Layout):
         """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
         for pattern in self.unused(variables):
             paths = [path_of(variable) for variable in variables]
-            ends = {end: path for path in paths for end in (*path.split("/"), path)}
+            ends = {
+                end: path
+                for path in paths
+                for part in (*path.split("/"), path)
+                for end in (part, _NUMBER.sub("", part))  # As of "dense_115".
+            }
             near = difflib.get_close_matches(pattern, ends, 1)
             near = f"; near it is {ends[near[0]]!r}" if near else ""
             raise ValueError(
