@@ -26,6 +26,9 @@ from meshwright.framework.compiler.stablehlo.savings.precision import (
     propagate_precision,
 )
 from meshwright.framework.compiler.stablehlo.savings.products import sum_in_products
+from meshwright.framework.compiler.stablehlo.savings.random_bits import (
+    split_random_bits,
+)
 from meshwright.framework.compiler.stablehlo.settle import settle_state
 from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.stablehlo.written import write_for
@@ -89,6 +92,8 @@ def run_passes(
         work_around(Stage.SPLITTABLE, module.write())
         # What is compared with its own maximum is computed once, for all that read it.
         work_around(Stage.COMPUTED_ONCE, module.write())
+        # Each device draws the random numbers of its own shards.
+        split_random_bits(module.write())
         # Branches that devices may take differently are noted: in the compiled program
         # no collective in them may wait for devices that take another.
         module.divergent = divergent_ops(module.operation)

@@ -12,6 +12,7 @@ from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling import random
+from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -180,6 +181,19 @@ def test_elements_of_masks_do_not_depend_on_each_other(monkeypatch, rate):
     # With half as many rounds it can be seen.
     monkeypatch.setattr(random, "_MASK_ROUNDS", 2)
     assert abs(seen()) > 50
+
+
+def test_an_element_of_a_mask_takes_six_rounds():
+    """The words of rows and columns are not computed again for each element."""
+    mesh = DeviceMesh(("data", "model"), (2, 4))
+
+    def masked(key, x):
+        x = mesh_split(x, mesh, ["data", None, "model"])
+        return tf.where(random.keep_mask(key, 0.3, x.shape), x, 0.0)
+
+    specs = [KEY_SPEC, tf.TensorSpec([4, 16, 48])]
+    text = compile_program(masked, specs, mesh).hlo_text()
+    assert len(re.findall(r"u32\[2,16,12\]\S* xor\(", text)) == 6
 
 
 def test_masks_of_other_keys_and_places_differ():
