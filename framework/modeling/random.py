@@ -41,10 +41,10 @@ def fold_in(key: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
     return tf.stack(_threefry(key, _u32(0xFFFFFFFF) + key[0], data + key[1]))
 
 
-def bits(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """uint32 random bits of static `shape`."""
-    first, second = _threefry(key, *_keyed_counters(key, shape))
-    return tf.bitwise.bitwise_xor(first, second)
+def bits(key: tf.Tensor, shape: Sequence[int], first: int = 0) -> tf.Tensor:
+    """uint32 random bits of static `shape`, from element `first` * 2^32 of a key on."""
+    words = _threefry(key, *_keyed_counters(key, shape, first))
+    return tf.bitwise.bitwise_xor(*words)
 
 
 def uniform(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
@@ -87,18 +87,18 @@ def keep_mask(key: tf.Tensor, rate: float, shape: Sequence[int]) -> tf.Tensor:
 
 def keep_words(key: tf.Tensor, shape: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """The words of rows, uint32 [2, ..., 1], and columns, [2, n], of a `keep_mask`."""
-    rows = _summed(fold_in(key, "rows"), [2, *shape[:-1], 1])
-    return rows, _summed(fold_in(key, "columns"), [2, shape[-1]])
+    rows = _summed(key, [2, *shape[:-1], 1])
+    return rows, _summed(key, [2, shape[-1]], first=2**31)
 
 
-def _summed(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+def _summed(key: tf.Tensor, shape: Sequence[int], first: int = 0) -> tf.Tensor:
     """`bits`, added up in twos.
 
     XLA's CPU compiler drops barriers, takes twenty rounds for cheap, and computes them
     again for each element that reads a broadcast word; a sum it does not (jaxlib
     0.10.2): so a mask of 2^20 elements takes 3 ms of CPU time, and not 144.
     """
-    return tf.reduce_sum(bits(key, [2, *shape]), 0)
+    return tf.reduce_sum(bits(key, [2, *shape], first), 0)
 
 
 def kept(rows: tf.Tensor, columns: tf.Tensor, rate: float) -> tf.Tensor:
@@ -111,9 +111,11 @@ def kept(rows: tf.Tensor, columns: tf.Tensor, rate: float) -> tf.Tensor:
 
 
 def _keyed_counters(
-    key: tf.Tensor, shape: Sequence[int]
+    key: tf.Tensor, shape: Sequence[int], first: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Row-major element numbers as two uint32 words plus the key's two words.
+
+    They begin with `first` in the first word.
 
     The trailing dims count in the second word. Words split between dims, so that no
     64-bit arithmetic is needed.
@@ -128,7 +130,8 @@ def _keyed_counters(
             raise ValueError(f"shape {tuple(shape)} has too many elements for one key")
         words[word].append((dim, stride))
         stride *= shape[dim]
-    return _row_major(key[0], shape, words[0]), _row_major(key[1], shape, words[1])
+    high = key[0] + _u32(first) if first else key[0]
+    return _row_major(high, shape, words[0]), _row_major(key[1], shape, words[1])
 
 
 def _row_major(

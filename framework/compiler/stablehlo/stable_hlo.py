@@ -45,8 +45,10 @@ def walk(op) -> Iterator:
     for region in op.regions:
         for block in region.blocks:
             for inner in list(block.operations):
-                yield inner.operation
-                yield from walk(inner.operation)
+                op = inner.operation
+                yield op
+                if len(op.regions):  # A generator for each op would take twice as long.
+                    yield from walk(op)
 
 
 def end_of(block) -> Any:
