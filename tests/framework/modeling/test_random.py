@@ -177,10 +177,13 @@ def test_elements_of_masks_do_not_depend_on_each_other(monkeypatch, rate):
                 assert abs(product.mean()) < 5 * error
         return np.mean([rectangles(mask, rate) for mask in masks]) * math.sqrt(8)
 
-    assert abs(seen()) < 5
-    # With half as many rounds it can be seen.
+    # Few dropped elements spread more: at a rate of 0.1 three times as far.
+    draw = np.random.default_rng(1).random
+    spread = np.std([rectangles(draw([512, 512]) >= rate, rate) for _ in range(32)])
+    assert abs(seen()) < 5 * spread
+    # With a third as many rounds it can be seen.
     monkeypatch.setattr(random, "_MASK_ROUNDS", 2)
-    assert abs(seen()) > 50
+    assert abs(seen()) > 40 * spread
 
 
 def test_an_element_of_a_mask_takes_six_rounds():
