@@ -14,9 +14,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.recompute import computed_once
+
+_Words = tf.Tensor | np.ndarray
+"""uint32."""
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _MASK_ROUNDS = 6
@@ -150,41 +154,42 @@ def _u32(value: int) -> tf.Tensor:
     return tf.constant(value, tf.uint32)
 
 
-def _rotate(x: tf.Tensor, by: int) -> tf.Tensor:
+def _rotate(x: _Words, by: int) -> _Words:
+    if isinstance(x, np.ndarray):
+        return x << np.uint32(by) | x >> np.uint32(32 - by)
     left = tf.bitwise.left_shift(x, _u32(by))
-    return tf.bitwise.bitwise_or(left, tf.bitwise.right_shift(x, _u32(32 - by)))
+    return left | tf.bitwise.right_shift(x, _u32(32 - by))
 
 
-def _mixed(x0: tf.Tensor, x1: tf.Tensor, by: int) -> tuple[tf.Tensor, tf.Tensor]:
+def _mixed(x0: _Words, x1: _Words, by: int) -> tuple[_Words, _Words]:
     """A round of Threefry."""
     x0 = x0 + x1
-    return x0, tf.bitwise.bitwise_xor(_rotate(x1, by), x0)
+    return x0, _rotate(x1, by) ^ x0
 
 
 def _threefry(
     key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Twenty rounds of Threefry-2x32 on counter words to which `key` was added."""
-    if tf.executing_eagerly():
-        return _rounds(key, x0, x1)
+    if tf.executing_eagerly():  # By NumPy: of a scalar in a fortieth of TF's time.
+        words = _rounds(*(np.atleast_1d(of.numpy()) for of in (key, x0, x1)))
+        shape = np.broadcast_shapes(x0.shape, x1.shape)
+        return tuple(tf.constant(word.reshape(shape)) for word in words)
     with tf.name_scope("threefry"):
         return _rounds_in_one_op(key, x0, x1)
 
 
-def _rounds(
-    key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
+def _rounds(key: _Words, x0: _Words, x1: _Words) -> tuple[_Words, _Words]:
     k0, k1 = key[0], key[1]
-    k2 = tf.bitwise.bitwise_xor(tf.bitwise.bitwise_xor(k0, k1), _u32(0x1BD11BDA))
+    k2 = k0 ^ k1 ^ np.uint32(0x1BD11BDA)
     schedule = (k0, k1, k2)
     for group in range(5):
         for by in _ROTATIONS[group % 2]:
             x0, x1 = _mixed(x0, x1, by)
         x0 = x0 + schedule[(group + 1) % 3]
-        x1 = x1 + schedule[(group + 2) % 3] + _u32(group + 1)
+        x1 = x1 + schedule[(group + 2) % 3] + np.uint32(group + 1)
     return x0, x1
 
 
-# One op instead of 170, as TF builds and copies graphs op by op in Python. For graphs
-# only: called eagerly, TF warns that it traces for each shape.
+# One op instead of 170, as TF builds and copies graphs op by op in Python.
 _rounds_in_one_op = tf.function(_rounds, autograph=False)

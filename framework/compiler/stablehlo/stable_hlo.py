@@ -58,6 +58,8 @@ def end_of(block) -> Any:
 
 def operand_places(op) -> list[tuple[Any, int]]:
     """(operation, operand number) where `op`, or an op in it, uses an outside value."""
+    if not len(op.regions):
+        return [(op, number) for number in range(len(op.operands))]
     inside = {result for inner in walk(op) for result in inner.results}
     for holder in (op, *walk(op)):
         for region in holder.regions:
