@@ -77,7 +77,7 @@ def by_one_device(name):
     ("split", "partitioner"),
     [
         (ROWS_SPLIT, mw.Partitioner.SHARDY),
-        (CHANNELS_SPLIT, mw.Partitioner.SHARDY),
+        pytest.param(CHANNELS_SPLIT, mw.Partitioner.SHARDY, marks=pytest.mark.slow),
         (CHANNELS_SPLIT, mw.Partitioner.GSPMD),
     ],
     ids=["rows-shardy", "channels-shardy", "channels-gspmd"],

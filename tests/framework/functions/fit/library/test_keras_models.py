@@ -70,7 +70,7 @@ def assert_alike(make, layout, rate=1e-2, **how):
     [
         pytest.param("data", SHARDY, "off", marks=pytest.mark.slow),
         ("data", SHARDY, "all"),
-        ("fsdp", SHARDY, "auto"),
+        pytest.param("fsdp", SHARDY, "auto", marks=pytest.mark.slow),
         ("tensor", SHARDY, "all"),
         ("data", GSPMD, "all"),
     ],
