@@ -364,15 +364,15 @@ def _row(*cells: str) -> Iterator[str]:
 
 def collective_text(collective: InsertedCollective) -> str:
     """`all-gather along X, 33 kB, 40 times in a loop`."""
-    text = f"{collective.kind} {_where(collective)}, {bytes_text(collective.bytes)}"
+    text = f"{collective.kind} {_where(collective)}"
+    if collective.own_bytes is not None:
+        text += f", {bytes_text(collective.own_bytes)}"
     if collective.in_loop:
         times = (
             "unknown times" if collective.times is None else f"{collective.times} times"
         )
         text += f", {times} in a loop"
-    if collective.shared_by > 1:
-        text += f", with {collective.shared_by - 1} other ops"
-    return text
+    return ", ".join(filter(None, (text, collective.shared_text)))
 
 
 def _where(collective: InsertedCollective) -> str:

@@ -134,8 +134,8 @@ def test_tensors_inside_have_layer_source_sharding_and_collectives(partitioner):
 def test_every_collective_of_the_program_is_accounted_for(partitioner):
     program, explanation = explained(partitioner)
     reported = [c for tensor in explanation.tensors for c in tensor.collectives]
-    total = sum(c.bytes / c.shared_by for c in (*reported, *explanation.elsewhere))
-    assert total == pytest.approx(sum(c.bytes for c in program.collectives()))
+    total = sum(c.own_bytes for c in (*reported, *explanation.elsewhere))
+    assert total == sum(c.bytes for c in program.collectives())
 
 
 @over_partitioners
@@ -456,6 +456,7 @@ def test_says_which_devices_a_collective_is_among(axes, where):
         kind="all-reduce",
         axes=axes,
         bytes=8,
+        own_bytes=8,
         times=1,
         in_loop=False,
         shared_by=1,
