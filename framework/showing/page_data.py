@@ -13,10 +13,6 @@ from typing import Any
 
 from meshwright.framework.compiler.explaining.competitions import competitions
 from meshwright.framework.compiler.explaining.explain import Explanation, TensorReport
-from meshwright.framework.compiler.explaining.explain_text import (
-    cause_lines,
-    tensor_name,
-)
 from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.explaining.provenance import (
     Competition,
@@ -27,6 +23,10 @@ from meshwright.framework.compiler.explaining.provenance import (
     Transfer,
 )
 from meshwright.framework.compiler.explaining.reasons import Reasons
+from meshwright.framework.compiler.explaining.texts.explain_text import (
+    cause_lines,
+    tensor_name,
+)
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.hlo.hlo_text import itemsize

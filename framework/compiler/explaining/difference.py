@@ -267,17 +267,19 @@ def _sent_lines(one: SentDifference) -> Iterator[str]:
 
 
 def _sent_causes(one: SentDifference) -> Iterator[str]:
-    for how, sent in ("now by", one.after), ("was by", one.before):
-        if sent is not None:
-            yield from _by(how, sent.origins, ())
+    now, was = (sent.origins if sent else () for sent in (one.after, one.before))
+    both = [origin for origin in now if origin in was]
+    yield from _by("by", both, ())
+    yield from _by("now by", now, both)
+    yield from _by("was by", was, both)
 
 
 def _by(how: str, origins: Sequence[Origin], others: Sequence[Origin]) -> Iterator[str]:
     """Where axes begin that only these have: what was asked for is the first."""
     left = {origin.root for origin in others}
-    roots = dict.fromkeys(o.root for o in origins if o.root not in left)
-    for origin in sorted(roots, key=lambda root: not root.is_asked):
-        yield f"{how} {origin}"
+    roots = [o.root for o in origins if o.root not in left]
+    roots.sort(key=lambda root: not root.is_asked)
+    yield from dict.fromkeys(f"{how} {root}" for root in roots)
 
 
 def _change(before: int, after: int) -> str:

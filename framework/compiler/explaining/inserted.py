@@ -55,6 +55,30 @@ class InsertedCollective:
     gathers: RematerializedTensor | None = None
 
     @property
+    def most(self) -> int:
+        """Bytes that it may move at the op in a call; in an unknown loop once."""
+        own = self.bytes if self.own_bytes is None else self.own_bytes
+        return own * (self.times or 1)
+
+    @property
+    def where(self) -> str:
+        """`along X`."""
+        if self.axes is None:
+            return "in groups that no axes make"
+        return f"along {', '.join(self.axes) or 'no axis'}"
+
+    @property
+    def text(self) -> str:
+        """`all-gather along X, 33 kB, 40 times in a loop`."""
+        text = f"{self.kind} {self.where}"
+        if self.own_bytes is not None:
+            text += f", {bytes_text(self.own_bytes)}"
+        if self.in_loop:
+            times = "unknown times" if self.times is None else f"{self.times} times"
+            text += f", {times} in a loop"
+        return ", ".join(filter(None, (text, self.shared_text)))
+
+    @property
     def shared_text(self) -> str:
         """`of 145 KiB for 13 ops`; "" of a collective that is the op's alone."""
         if self.shared_by == 1 and self.own_bytes is not None:

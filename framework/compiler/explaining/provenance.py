@@ -96,13 +96,12 @@ class Origin:
             name = f" {self.layer}"
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
         kept = f", kept from {self.kept_from}" if self.kept_from else ""
-        is_border = self.is_asked and self.kind is not OriginKind.ASKED
-        asked = f"{ASKED_FOR}, " if is_border and self.inferred_from is None else ""
-        is_noted = self.note and not is_border and self.inferred_from is None
-        by = f", by {self.note}" if is_noted else ""
+        if self.note == ASKED_FOR:  # Of state the same as argument and as result.
+            path = self.name.partition(".")[2] or f"{self.kind.value}{name}"
+            return f"{ASKED_FOR}, {path} {self.sharding}"
+        by = f", by {self.note}" if self.note and self.inferred_from is None else ""
         inferred = f", inferred from {self.inferred_from}" if self.inferred_from else ""
-        what = f"{asked}{self.kind.value}{name} {self.sharding}"
-        return f"{what}{where}{kept}{by}{inferred}"
+        return f"{self.kind.value}{name} {self.sharding}{where}{kept}{by}{inferred}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.explaining.explain import TensorReport, Why
-from meshwright.framework.compiler.explaining.explain_text import (
-    collective_text,
+from meshwright.framework.compiler.explaining.inserted import InsertedCollective
+from meshwright.framework.compiler.explaining.texts.explain_text import (
     tensor_name,
 )
-from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
@@ -461,7 +460,7 @@ def test_says_which_devices_a_collective_is_among(axes, where):
         in_loop=False,
         shared_by=1,
     )
-    assert collective_text(collective) == f"all-reduce {where}, 8 B"
+    assert collective.text == f"all-reduce {where}, 8 B"
 
 
 def test_one_result_and_nothing_replicated():

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.explaining.explain_text import cause_lines
+from meshwright.framework.compiler.explaining.texts.explain_text import cause_lines
 from meshwright.framework.compiler.program import trace_program
 from meshwright.framework.showing.page import filled, page_text
 from tests.framework.hlo.why.why_programs import kept, lies, traced

@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.explaining.explain_text import collective_text
 from meshwright.framework.compiler.explaining.inserted import inserted_collectives
 from tests.framework.hlo.why.why_programs import MESH
 
@@ -63,4 +62,4 @@ def test_no_part_is_invented(name, kind, own, text):
     program = types.SimpleNamespace(hlo_text=lambda: hlo, mesh=MESH)
     ((one,), *_) = inserted_collectives(program)[0].values()
     assert one.own_bytes == own
-    assert collective_text(one) == f"{kind} along X, Y, {text}"
+    assert one.text == f"{kind} along X, Y, {text}"
