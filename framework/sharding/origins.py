@@ -7,7 +7,9 @@ a graph cut out of another has lost the lines that made it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -34,6 +36,39 @@ def noted_layer(graph: tf.Graph, op_name: str) -> str | None:
         if f"{op_name}/" in scopes:
             return scopes[f"{op_name}/"]
     return None
+
+
+@contextlib.contextmanager
+def keras_names() -> Iterator[None]:
+    """Has ops that Keras's layers make have the layers' names, and paths in reports.
+
+    Keras opens the scope of a layer twice, to build it and to call it, and once more
+    for each other call; TF puts a number behind the name of a scope that it has seen.
+    Here the same scope is entered again, and TF numbers the ops in it.
+    """
+    backend = sys.modules.get("keras.src.backend")
+    if backend is None or backend.backend() != "tensorflow":
+        yield
+        return
+    from keras.src.backend.common.name_scope import current_path
+
+    enter = backend.name_scope.__enter__
+
+    def enter_and_note(self):
+        if tf.executing_eagerly():
+            return enter(self)
+        graph = tf.compat.v1.get_default_graph()
+        around = graph.get_name_scope()
+        self._tf_name_scope = tf.name_scope(f"{around}/{self.name}/".lstrip("/"))
+        entered = enter(self)
+        note_layer(f"{graph.get_name_scope()}/", current_path().replace("/", "."))
+        return entered
+
+    backend.name_scope.__enter__ = enter_and_note
+    try:
+        yield
+    finally:
+        backend.name_scope.__enter__ = enter
 
 
 def note_weight(tensor: tf.Tensor, path: str) -> tf.Tensor:

@@ -52,6 +52,8 @@ _LIBRARIES = (
     ),
     f"{_FRAMEWORK}{os.sep}",
 )
+# The frame in which `mw.function` traces; see `functions.traced`.
+_TRACED = (str(_FRAMEWORK / "functions" / "traced.py"), "of_tensors")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Ops whose first inputs are not passed to the functions that they call: how many.
 _FIRST_INPUTS = dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1)
@@ -117,8 +119,11 @@ class Source:
     dims: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """`folder/file.py:12`; a layer's file with all folders of the package."""
-        return place_text(self.file, self.line)
+        """`folder/file.py:12`; a layer's file with all folders of the package.
+
+        "" if no line of the user's code is known.
+        """
+        return place_text(self.file, self.line) if self.file else ""
 
 
 class Sources:
@@ -162,7 +167,7 @@ class Sources:
         source = self.find(op_name)
         if source is None:
             return f"op {op_name!r}"
-        made = ", ".join(filter(None, (source.layer, source.file and str(source))))
+        made = ", ".join(filter(None, (source.layer, str(source))))
         return f"op {source.op_name!r}{f' ({made})' if made else ''}"
 
     @functools.cached_property
@@ -349,8 +354,10 @@ def _forward_reader(op: tf.Operation) -> tf.Operation:
 
 
 def _layer(op: tf.Operation, place: _Place) -> str:
-    if (noted := noted_layer(op.graph, op.name)) is not None:
-        return noted
+    # Of a gradient whose op is not known, the tape has the scope of that in its name.
+    for name in dict.fromkeys((op.name, op.name.rpartition("gradient_tape/")[2])):
+        if (noted := noted_layer(op.graph, name)) is not None:
+            return noted
     if weight := noted_weight(op.graph, op.name):
         scopes = [weight]
     else:
@@ -361,7 +368,13 @@ def _layer(op: tf.Operation, place: _Place) -> str:
 
 
 def _user_frame(frames: Iterable[traceback.FrameSummary]) -> tuple[str, int]:
+    """The innermost frame of the user's code in the function that is traced.
+
+    What is around it, such as the call of `fit`, made all ops alike.
+    """
     for frame in reversed(list(frames)):
+        if (frame.filename, frame.name) == _TRACED:
+            break
         if not frame.filename.startswith(_LIBRARIES):
             return frame.filename, frame.lineno
     return "", 0
