@@ -172,9 +172,10 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
         if found := [tensor for tensor in reasons.tensors if matches(tensor)]:
             return found
     model, _, rest = target.partition("/")
-    if rest and any(
-        shown_name(t.name).startswith(f"{model}/") for t in reasons.tensors
-    ):
+    names = [shown_name(t.name) for t in reasons.tensors]
+    # Of models that were made apart, variables have a number behind the same path.
+    is_one = not any(name.endswith(f"{rest}:1") for name in names)
+    if rest and is_one and any(name.startswith(f"{model}/") for name in names):
         with contextlib.suppress(ValueError):
             return find(reasons, rest)
     named = [

@@ -324,17 +324,25 @@ def _forward_op(op: tf.Operation) -> tf.Operation:
         candidates = [match["op"]]
     elif match := _TAPE_GRADIENT.fullmatch(op.name):
         # The tape names the scope in which the op was made: for most, the op's own.
-        candidates = [match["scope"], f"{match['scope']}/{op.type}"]
+        # In a layer's scope there may be several of a type, which nothing tells apart.
+        among = f"{match['scope']}/{op.type}"
+        candidates = [match["scope"]]
+        candidates += [] if _named(op.graph, f"{among}_1") else [among]
     else:
         candidates = []
     for name in candidates:
-        with contextlib.suppress(KeyError):
-            forward = op.graph.get_operation_by_name(name)
-            # An annotation is made in no scope: this one only has a gradient's number
-            # by chance.
-            if forward.type != ANNOTATION:
-                return forward
+        forward = _named(op.graph, name)
+        # An annotation is made in no scope: this one only has a gradient's number by
+        # chance.
+        if forward is not None and forward.type != ANNOTATION:
+            return forward
     return _forward_reader(op) if _is_gradient(op.name) else op
+
+
+def _named(graph: tf.Graph, op_name: str) -> tf.Operation | None:
+    with contextlib.suppress(KeyError):
+        return graph.get_operation_by_name(op_name)
+    return None
 
 
 def _forward_reader(op: tf.Operation) -> tf.Operation:
