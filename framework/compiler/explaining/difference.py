@@ -250,9 +250,10 @@ def _tensor_lines(tensor: TensorDifference) -> Iterator[str]:
 
 
 def _tensor_causes(tensor: TensorDifference) -> Iterator[str]:
-    one, other = tensor.before.origins, tensor.after.origins
-    yield from _by("now by", other, one)
-    yield from _by("was by", one, other)
+    was, now = tensor.before.origins, tensor.after.origins
+    lines = [*_by("now by", now, was), *_by("was by", was, now)]
+    # The same may split it along another dim.
+    yield from lines or _by("by", now, ())
 
 
 def _sent_lines(one: SentDifference) -> Iterator[str]:
@@ -268,7 +269,8 @@ def _sent_lines(one: SentDifference) -> Iterator[str]:
 
 def _sent_causes(one: SentDifference) -> Iterator[str]:
     now, was = (sent.origins if sent else () for sent in (one.after, one.before))
-    both = [origin for origin in now if origin in was]
+    left = {origin.root for origin in was}
+    both = [origin for origin in now if origin.root in left]
     yield from _by("by", both, ())
     yield from _by("now by", now, both)
     yield from _by("was by", was, both)

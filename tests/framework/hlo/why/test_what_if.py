@@ -8,6 +8,13 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.difference import (
+    Difference,
+    LaidOut,
+    Sent,
+    Side,
+)
+from meshwright.framework.compiler.explaining.provenance import Origin, OriginKind
 from meshwright.framework.compiler.program import trace_program
 from tests.framework.hlo.why.why_programs import MESH, kept, traced
 
@@ -146,9 +153,8 @@ def test_a_cause_is_told_once_and_what_was_asked_for_first():
     text = str(difference)
     tensors, sent = text.split("Collectives that differ")
     causes = re.findall(r"\n  (\w+ by .*)", tensors)
-    assert (
-        text.count("now by what was asked for, w_out [Y,_]") == 2
-    )  # And of what is sent.
+    # Of tensors, and of what is sent.
+    assert text.count("now by what was asked for, w_out [Y,_]") == 2
     assert len(difference.tensors) > len(causes) == len(set(causes)) > 0
     assert causes[0] == "now by what was asked for, w_out [Y,_]"
     # Slots, which nobody touched, are no cause.
@@ -156,6 +162,35 @@ def test_a_cause_is_told_once_and_what_was_asked_for_first():
     others = re.findall(r"and (\d+) more of this cause", tensors)
     printed = tensors.count("on one device ") - 1  # That of the arguments.
     assert printed + sum(map(int, others)) == len(difference.tensors)
+
+
+def test_what_one_annotation_splits_otherwise_is_by_that():
+    row = Origin(
+        kind=OriginKind.ANNOTATION,
+        name="w",
+        layer="",
+        file="",
+        line=0,
+        sharding=mw.Sharding.from_dims_mapping(MESH, ["X", None]),
+    )
+    kept = dataclasses.replace(row, kind=OriginKind.ARGUMENT, inferred_from=row)
+
+    def side(sharding, sent, *origins):
+        tensor = LaidOut(
+            type="f32[8,8]",
+            sharding=sharding,
+            bytes_per_device=128,
+            file="",
+            line=0,
+            origins=origins,
+        )
+        moved = Sent(bytes=sent, seconds=None, origins=origins)
+        return Side(name="", tensors={"t": tensor}, sent={("t", "", ("X",)): moved})
+
+    text = str(
+        Difference(before=side("[X,_]", 8, row), after=side("[_,X]", 16, kept)),
+    )
+    assert re.findall(r"\n  (\S*by .*)", text) == ["by annotation w [X,_]"] * 2
 
 
 def test_what_stays_as_it_is_is_noted():
