@@ -74,7 +74,8 @@ def other_lines(folded: Sequence[TensorReport]) -> Iterator[str]:
         more = counted(count, "more small part")
         yield f"      and {more} of this {part.kind}, at other ops"
     elif first.dtype == _BITS:
-        yield f"      and {counted(count, f'more {_BITS} tensor')} of this line"
+        place = "line" if str(first.source) else "layer"
+        yield f"      and {counted(count, f'more {_BITS} tensor')} of this {place}"
     else:
         yield f"      and {count} more of this type, for the same reason"
 
@@ -87,7 +88,7 @@ def _inside_key(tensor: TensorReport, *, by_reason: bool) -> tuple:
         is_small = one.own_bytes is not None and one.own_bytes <= _SMALL
         return (one.name,) if one.shared_by > 1 and is_small and not more else ()
     if tensor.source is not None and tensor.dtype == _BITS:
-        return how
+        return *how, tensor.layer
     return (*how, type_text(tensor), tensor.layer.split(".")[0]) if by_reason else ()
 
 

@@ -1,10 +1,12 @@
 """What is told with another tensor's line."""
 
+import dataclasses
+
 import pytest
 
 from meshwright.framework.compiler.explaining.explain import TensorReport
 from meshwright.framework.compiler.explaining.texts.folds import folded, other_lines
-from meshwright.framework.compiler.lowering.sources import Kind
+from meshwright.framework.compiler.lowering.sources import Kind, Source
 from tests.framework.hlo.why.why_programs import lies
 
 
@@ -51,3 +53,24 @@ def test_a_weight_stands_for_the_slots_that_lie_as_it_does(weight, slots, others
     (alike,) = (group for group in groups.values() if group)
     assert groups[f"0.{weight}"] == alike == given[: len(slots)]
     assert [*other_lines(alike)] == ["      and its 2 slots alike"]
+
+
+def test_random_bits_of_layers_without_a_line_are_told_at_each_layer():
+    def bits(layer, number):
+        made = Source(
+            op_name="",
+            op_type="",
+            layer=layer,
+            file="",
+            line=0,
+            is_gradient=False,
+            shapes=(),
+        )
+        bits = dataclasses.replace(argument(f"{number}", None, None), kind=Kind.INSIDE)
+        return dataclasses.replace(bits, layer=layer, dtype="u32", source=made)
+
+    groups = folded([bits(layer, n) for layer in ("a", "b") for n in range(3)])
+    assert [{t.layer for t in group} for group in groups] == [{"a"}, {"b"}]
+    assert [*other_lines(groups[0][1:])] == [
+        "      and 2 more u32 tensors of this layer"
+    ]
