@@ -100,7 +100,6 @@ def inserted_collectives(
     for collective in collectives_of(module, program.mesh):
         loops = module.loops_around(module.by_name[collective.name].computation)
         names = _combined_names(collective.op_name)
-        known = [name for name in dict.fromkeys(names) if name]
         for name, own in _shared(names, collective):
             inserted = InsertedCollective(
                 name=collective.name,
@@ -110,7 +109,7 @@ def inserted_collectives(
                 own_bytes=None if own is None else _bytes(collective, own),
                 times=_product([loop.trips for loop in loops]),
                 in_loop=bool(loops),
-                shared_by=max(1, len(known)),
+                shared_by=len(set(names)),
                 shapes=tuple(collective.shapes[n] for n in own or _all(collective)),
             )
             (by_op[name] if name else nameless).append(inserted)
@@ -133,17 +132,18 @@ def _shared(
 ) -> Iterator[tuple[str, list[int] | None]]:
     """Each op of a collective, and the numbers of the results that are its own.
 
-    None if there are not as many names as results: libtpu keeps the first name alone.
-    What an all-to-all has several results of is a single tensor.
+    What is of no TF op has the name "". The numbers are None if there are not as many
+    names as results: libtpu keeps the first name alone. What an all-to-all has several
+    results of is a single tensor.
     """
     every = _all(collective)
-    for name in dict.fromkeys(filter(None, names)) or [""]:
-        if len(names) == len(every):
+    if len(names) == len(every):
+        for name in dict.fromkeys(names):
             yield name, [n for n in every if names[n] == name]
-        elif len(names) == 1 and collective.kind == "all-to-all":
-            yield name, every
-        else:
-            yield name, None
+        return
+    is_single = len(names) == 1 and collective.kind == "all-to-all"
+    for name in dict.fromkeys(filter(None, names)) or [""]:
+        yield name, every if is_single else None
 
 
 def _all(collective: Collective) -> list[int]:

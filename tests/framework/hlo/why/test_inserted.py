@@ -63,3 +63,12 @@ def test_no_part_is_invented(name, kind, own, text):
     ((one,), *_) = inserted_collectives(program)[0].values()
     assert one.own_bytes == own
     assert one.text == f"{kind} along X, Y, {text}"
+
+
+def test_what_is_of_no_op_is_kept():
+    hlo = TEXT.format(kind="all-reduce", attributes=ATTRIBUTES.format(name="(a:)"))
+    program = types.SimpleNamespace(hlo_text=lambda: hlo, mesh=MESH)
+    by_op, nameless = inserted_collectives(program)
+    (own,), (other,) = by_op["a"], nameless
+    assert own.text.endswith(", 32 B, of 288 B for 2 ops")
+    assert other.text.endswith(", 256 B, of 288 B for 2 ops")
