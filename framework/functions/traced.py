@@ -38,6 +38,7 @@ from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.assertions import Checks
 from meshwright.framework.functions.layout import by_path, note_keras_paths
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
+from meshwright.framework.sharding.origins import keras_names
 from meshwright.framework.sharding.vectorize import our_rules
 
 TRACING = threading.RLock()
@@ -133,7 +134,7 @@ def trace(
         given = iter(tensors)
         filled = [next(given) if _is_spec(leaf) else leaf for leaf in leaves]
         args, kwargs = tf.nest.pack_sequence_as(structure, filled)
-        with our_rules(), _traced_apart(), checks.noted(graph), making():
+        with our_rules(), _traced_apart(), checks.noted(graph), making(), keras_names():
             results = fn(*args, **kwargs)
         fold_clamps(graph)
         return results

@@ -13,10 +13,6 @@ from typing import Any
 
 from meshwright.framework.compiler.explaining.competitions import competitions
 from meshwright.framework.compiler.explaining.explain import Explanation, TensorReport
-from meshwright.framework.compiler.explaining.explain_text import (
-    cause_lines,
-    tensor_name,
-)
 from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.explaining.provenance import (
     Competition,
@@ -27,6 +23,10 @@ from meshwright.framework.compiler.explaining.provenance import (
     Transfer,
 )
 from meshwright.framework.compiler.explaining.reasons import Reasons
+from meshwright.framework.compiler.explaining.texts.explain_text import (
+    cause_lines,
+    tensor_name,
+)
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
@@ -248,11 +248,13 @@ class _Values:
         """The number of a collective of a compiled program."""
         if id(collective) not in self._inserted:
             self._inserted[id(collective)] = self._add(
+                name=collective.name,
                 kind=collective.kind,
                 axes=None if collective.axes is None else list(collective.axes),
                 bytes=collective.bytes,
+                own=collective.own_bytes,
                 times=collective.times,
-                shared=collective.shared_by,
+                shared=collective.shared_text,
                 between=[self._between(each) for each in collective.between],
                 cause=list(cause_lines(collective)),
             )
@@ -261,11 +263,13 @@ class _Values:
     def transfer(self, transfer: Transfer) -> int:
         """The number of what is sent by propagation."""
         return self._add(
+            name="",
             kind=" and ".join(transfer.kinds),
             axes=list(transfer.axes),
             bytes=transfer.bytes,
+            own=transfer.bytes,
             times=transfer.times,
-            shared=1,
+            shared="",
             between=[self._between(transfer)],
             cause=[],
         )

@@ -31,6 +31,7 @@ from meshwright.framework.modeling.layer import (
 )
 from meshwright.framework.nested_map import NestedMap, as_key
 from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.origins import keras_names
 from meshwright.framework.sharding.plan import as_axes
 from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, batch_spec, unnamed
 from meshwright.tasks.keras.keras_flops import product_flops
@@ -41,7 +42,6 @@ from meshwright.tasks.keras.keras_losses import (
 )
 from meshwright.tasks.keras.keras_scope import (
     from_the_start,
-    noting_layers,
     with_values,
     without_values,
 )
@@ -259,7 +259,7 @@ class KerasProgram:
         training = {}
         if self.model._call_has_training_arg:
             training = {"training": mode is Mode.TRAIN}
-        with noting_layers():
+        with keras_names():
             return self.model(x, **training)
 
     def _scope(self, ctx: Context, theta: NestedMap):

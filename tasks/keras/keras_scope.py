@@ -11,12 +11,8 @@ from collections.abc import Iterator, Mapping
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import backend
 from keras.src.backend.common import global_state
-from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.variables import Variable
-
-from meshwright.framework.sharding.origins import note_layer
 
 _WAITING, _NAMES = "uninitialized_variables", "object_name_uids"
 
@@ -100,22 +96,3 @@ def from_the_start() -> Iterator[None]:
         global_state.set_global_attribute(_NAMES, names)
         random.setstate(state)
         keras.config.set_dtype_policy(policy)
-
-
-@contextlib.contextmanager
-def noting_layers() -> Iterator[None]:
-    """Has ops that layers make have the layers' Keras paths in reports."""
-    enter = backend.name_scope.__enter__
-
-    def enter_and_note(self):
-        entered = enter(self)
-        # TF may have numbered the scope; Keras does not.
-        scope = tf.compat.v1.get_default_graph().get_name_scope()
-        note_layer(f"{scope}/", current_path().replace("/", "."))
-        return entered
-
-    backend.name_scope.__enter__ = enter_and_note
-    try:
-        yield
-    finally:
-        backend.name_scope.__enter__ = enter

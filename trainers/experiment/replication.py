@@ -12,7 +12,7 @@ from meshwright.framework.compiler.explaining.explain import (
     TensorReport,
     explain,
 )
-from meshwright.framework.compiler.explaining.explain_text import (
+from meshwright.framework.compiler.explaining.texts.explain_text import (
     rematerialized_lines,
     tensor_name,
 )
@@ -170,7 +170,8 @@ def check_budget(tensors: Sequence[ReplicatedTensor], budget: int | None) -> Non
 
 def _name(tensor: TensorReport) -> str:
     path = ".".join(part for part in (tensor.layer, tensor_name(tensor)) if part)
-    return f"{path} ({tensor.source})" if tensor.source else path
+    line = str(tensor.source or "")
+    return f"{path} ({line})" if line else path
 
 
 def _tensor(name, shape, dtype, dims, sharding: Sharding, table: str):

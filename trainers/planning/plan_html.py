@@ -11,6 +11,8 @@ from meshwright.trainers.planning.plan_parts import Column, Section
 from meshwright.trainers.planning.plan_plots import svg
 from meshwright.trainers.planning.plan_sections import sections
 
+_LONG = ("why", "name")
+"""Columns whose text goes on in the next line."""
 _PAGE = string.Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -48,7 +50,7 @@ table { border-collapse: collapse; font-size: .9rem; width: 100%; }
 th, td { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid #eee; white-space: nowrap; }
 th { color: #555; font-weight: 600; }
-td.long { white-space: normal; min-width: 16rem; }
+td.long { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 code, pre { font-family: ui-monospace, monospace; font-size: .85rem; }
 pre { overflow-x: auto; background: #f6f6f6; padding: .7rem; }
@@ -122,7 +124,7 @@ def _table(section: Section) -> Iterator[str]:
 
 
 def _cell(tag: str, column: Column, text: str) -> str:
-    style = "number" if column.is_number else "long" if column.head == "why" else ""
+    style = "number" if column.is_number else "long" if column.head in _LONG else ""
     attributes = f' class="{style}"' if style else ""
     attributes += ' scope="col"' if tag == "th" else ""
     return f"<{tag}{attributes}>{html.escape(text)}</{tag}>"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from meshwright.framework.compiler.explaining.provenance import Origin
 from meshwright.framework.compiler.lowering.sources import place_text, shown_name
 from meshwright.framework.sizes import bytes_text
 
+_T = TypeVar("_T")
 _LARGEST = 20
+"""Tensors, or collectives, that are printed, and at most how many causes."""
+_OF_EACH = 4
+"""How many are printed of a cause, of more than one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,18 +202,37 @@ class Difference:
         yield from (f"  note: {note}" for note in self.notes)
         tensors, sent = self.tensors, self.collectives
         yield f"Tensors with another sharding: {len(tensors)}" + _of(tensors)
-        for tensor in tensors[:_LARGEST]:
-            yield from _tensor_lines(tensor)
+        yield from _by_cause(tensors, _tensor_causes, _tensor_lines)
         yield f"Collectives that differ: {len(sent)}" + _of(sent)
-        for one in sent[:_LARGEST]:
-            yield from _sent_lines(one)
+        yield from _by_cause(sent, _sent_causes, _sent_lines)
         for side, names in ("first", self.only_before), ("second", self.only_after):
             if names:
                 yield f"Only in the {side}, {len(names)}: {_some(names)}"
 
 
 def _of(found: list) -> str:
-    return f"; the {_LARGEST} largest:" if len(found) > _LARGEST else ""
+    return "; by cause, the largest first:" if len(found) > 1 else ""
+
+
+def _by_cause(
+    found: Sequence[_T],
+    causes: Callable[[_T], Iterator[str]],
+    lines: Callable[[_T], Iterator[str]],
+) -> Iterator[str]:
+    """The lines of what is found, below those of its causes, which many share."""
+    groups: dict[tuple[str, ...], list[_T]] = {}
+    for one in found:
+        groups.setdefault(tuple(causes(one)), []).append(one)
+    most = _LARGEST if len(groups) == 1 else _OF_EACH
+    for why, group in [*groups.items()][:_LARGEST]:
+        yield from (f"  {line}" for line in why or ["of no known cause"])
+        for one in group[:most]:
+            yield from (f"    {line}" for line in lines(one))
+        if len(group) > most:
+            yield f"    and {len(group) - most} more of this cause"
+    if len(groups) > _LARGEST:
+        left = sum(map(len, [*groups.values()][_LARGEST:]))
+        yield f"  and {left} more, of other causes"
 
 
 def _some(names: list[str]) -> str:
@@ -220,11 +244,16 @@ def _tensor_lines(tensor: TensorDifference) -> Iterator[str]:
     one, other = tensor.before, tensor.after
     where = f" at {place_text(one.file, one.line)}" if one.file else ""
     lies = f"{one.sharding} -> {other.sharding}"
-    yield f"  {shown_name(tensor.name)} {other.type} {lies}{where}"
+    yield f"{shown_name(tensor.name)} {other.type} {lies}{where}"
     changed = _change(one.bytes_per_device, other.bytes_per_device)
-    yield f"      on one device {changed}"
-    yield from _by("was by", one.origins, other.origins)
-    yield from _by("now by", other.origins, one.origins)
+    yield f"    on one device {changed}"
+
+
+def _tensor_causes(tensor: TensorDifference) -> Iterator[str]:
+    was, now = tensor.before.origins, tensor.after.origins
+    lines = [*_by("now by", now, was), *_by("was by", was, now)]
+    # The same may split it along another dim.
+    yield from lines or _by("by", now, ())
 
 
 def _sent_lines(one: SentDifference) -> Iterator[str]:
@@ -235,16 +264,24 @@ def _sent_lines(one: SentDifference) -> Iterator[str]:
     ]
     if None not in seconds:
         moved += f", {_times(*seconds)}"
-    yield f"  {one.what}: {one.kind} along {axes} at {shown_name(one.at)}, {moved}"
-    for name, sent in ("was by", one.before), ("now by", one.after):
-        if sent is not None:
-            yield from _by(name, sent.origins, ())
+    yield f"{one.what}: {one.kind} along {axes} at {shown_name(one.at)}, {moved}"
 
 
-def _by(how: str, origins, others) -> Iterator[str]:
-    for origin in origins:
-        if origin not in others:
-            yield f"      {how} {origin}"
+def _sent_causes(one: SentDifference) -> Iterator[str]:
+    now, was = (sent.origins if sent else () for sent in (one.after, one.before))
+    left = {origin.root for origin in was}
+    both = [origin for origin in now if origin.root in left]
+    yield from _by("by", both, ())
+    yield from _by("now by", now, both)
+    yield from _by("was by", was, both)
+
+
+def _by(how: str, origins: Sequence[Origin], others: Sequence[Origin]) -> Iterator[str]:
+    """Where axes begin that only these have: what was asked for is the first."""
+    left = {origin.root for origin in others}
+    roots = [o.root for o in origins if o.root not in left]
+    roots.sort(key=lambda root: not root.is_asked)
+    yield from dict.fromkeys(f"{how} {root}" for root in roots)
 
 
 def _change(before: int, after: int) -> str:

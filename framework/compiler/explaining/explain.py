@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.form_notes import FormNotes
-from meshwright.framework.compiler.explaining.explain_text import explanation_text
 from meshwright.framework.compiler.explaining.explain_why import (
     Known,
     known,
@@ -26,6 +25,7 @@ from meshwright.framework.compiler.explaining.provenance import (
     Competition,
     Provenance,
 )
+from meshwright.framework.compiler.explaining.texts.explain_text import explanation_text
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
 from meshwright.framework.compiler.lowering.sources import (
@@ -69,7 +69,7 @@ class Why(enum.Enum):
     UNEVEN = "its size does not divide; give its sharding and it is stored padded"
     NOTHING_SPLIT = "nothing around it is split"
     UPDATE = "weight-update sharding gathers it, updated in shards"
-    UNDECIDED = "completion could not decide"
+    UNDECIDED = "no axis reaches it from the split tensors around it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

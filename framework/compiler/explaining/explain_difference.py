@@ -20,6 +20,8 @@ from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.compiler.program import Program, TracedProgram
 from meshwright.framework.devices.links import Links
 
+_SEVERAL = "ops whose collectives XLA combined"
+
 
 def explain_difference(
     a: Program | TracedProgram | Explanation,
@@ -66,17 +68,19 @@ def _of_traced(a, b, topology: str | None) -> Difference:
 
 def _side(explanation: Explanation, topology: str | None) -> Side:
     links = None if topology is None else Links(explanation.mesh, topology)
-    sent: dict[SentKey, list[InsertedCollective]] = {}
-    for tensor in explanation.tensors:
-        for one in tensor.collectives:
-            sent.setdefault((tensor.op_name, one.kind, one.axes), []).append(one)
-    for one in explanation.elsewhere:
-        sent.setdefault(("no tensor", one.kind, one.axes), []).append(one)
+    sent: dict[SentKey, dict[str, InsertedCollective]] = {}
+    places = [(t.op_name, one) for t in explanation.tensors for one in t.collectives]
+    places += [("no tensor", one) for one in explanation.elsewhere]
+    for number, (place, one) in enumerate(places):
+        # One whose parts are not known is told once, of all of its ops.
+        is_whole = one.own_bytes is None
+        key = (_SEVERAL if is_whole else place, one.kind, one.axes)
+        sent.setdefault(key, {})[one.name if is_whole else str(number)] = one
     by = explanation.partitioner
     return Side(
         name=f"{explanation.name} over {explanation.mesh}, completed by {by}",
         tensors={_key(tensor): _laid_out(tensor) for tensor in explanation.tensors},
-        sent={key: _sum(of, links) for key, of in sent.items()},
+        sent={key: _sum([*of.values()], links) for key, of in sent.items()},
     )
 
 
@@ -100,8 +104,8 @@ def _sum(of: list[InsertedCollective], links: Links | None) -> Sent:
     seconds = 0.0 if links and all(one.axes for one in of) else None
     total, origins = 0, {}
     for one in of:
-        # XLA combines small collectives; each op has its share of such a one.
-        share = one.bytes // one.shared_by
+        # XLA combines small collectives; each op has its part of such a one.
+        share = one.bytes if one.own_bytes is None else one.own_bytes
         times = one.times or 1
         total += share * times
         if seconds is not None:

@@ -19,6 +19,8 @@ from meshwright.framework.sharding.sharding import Sharding
 
 NAMELESS = "?"
 """The name of what no TF op makes."""
+ASKED_FOR = "what was asked for"
+"""The note of an argument or a result that `what_if` lays out."""
 
 
 class OriginKind(enum.Enum):
@@ -27,8 +29,11 @@ class OriginKind(enum.Enum):
     ANNOTATION = "annotation"
     ARGUMENT = "argument"
     RESULT = "result"
-    REGION = "manual region"
-    ASKED = "what was asked for,"  # Of `what_if`: it is in no program.
+    REGION = (
+        "manual region, in which each device computes its own part (yours, or made "
+        "for a sum), at"
+    )
+    ASKED = f"{ASKED_FOR},"  # Of `what_if`: it is in no program.
     COMPILER = "annotation by weight-update sharding or a repair"
 
 
@@ -74,6 +79,16 @@ class Origin:
     note: str = ""
     inferred_from: Origin | None = None
 
+    @property
+    def root(self) -> Origin:
+        """Where the axis begins, of state that was left to completion too."""
+        return self.inferred_from.root if self.inferred_from else self
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether `what_if` was asked for it."""
+        return self.kind is OriginKind.ASKED or self.note == ASKED_FOR
+
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
         name = f" {shown_name(self.name)}" if self.name != NAMELESS else ""
@@ -81,6 +96,9 @@ class Origin:
             name = f" {self.layer}"
         where = f" at {place_text(self.file, self.line)}" if self.file else ""
         kept = f", kept from {self.kept_from}" if self.kept_from else ""
+        if self.note == ASKED_FOR:  # Of state the same as argument and as result.
+            path = self.name.partition(".")[2] or f"{self.kind.value}{name}"
+            return f"{ASKED_FOR}, {path} {self.sharding}"
         by = f", by {self.note}" if self.note and self.inferred_from is None else ""
         inferred = f", inferred from {self.inferred_from}" if self.inferred_from else ""
         return f"{self.kind.value}{name} {self.sharding}{where}{kept}{by}{inferred}"

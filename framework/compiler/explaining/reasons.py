@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.explaining.provenance import (
+    ASKED_FOR,
     Hop,
     Origin,
     OriginKind,
@@ -489,9 +490,8 @@ class Reasons:
         )
 
     def _giver(self, kind: Kind, number: int) -> str:
-        if Spot(kind, number) in self.changes and number not in self.left:
-            return "what was asked for"
-        return self.written.giver(kind, number)
+        is_asked = Spot(kind, number) in self.changes and number not in self.left
+        return ASKED_FOR if is_asked else self.written.giver(kind, number)
 
     def _asked(self, place: ir.Value) -> Sharding:
         asked = self.recorded.sharding(place)

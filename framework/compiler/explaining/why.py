@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -25,7 +26,10 @@ from meshwright.framework.sizes import bytes_text
 
 _HOPS = 12
 """Of a longer way the first and the last half of so many are printed."""
-_ALONE = ", and no tensor that shares a dim with it is split along that dim"
+_ALONE = (
+    ": no axis reaches it, as no tensor that shares a dim with it is split along that "
+    "dim"
+)
 GSPMD_NOTE = (
     "GSPMD keeps no record of its reasons: these are Shardy's, which completes the "
     "same annotations and may differ."
@@ -147,7 +151,7 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
       reasons: of the program.
       target: the name that `explain` gives a tensor, or its last parts; a line, such as
         "linear.py:12"; or a layer, such as "stack.dense", or of Keras "block/dense",
-        whose variables are meant.
+        whose variables are meant. The name of the Keras model may be before it.
 
     Raises:
       ValueError: there are none; the message has the nearest names.
@@ -161,12 +165,19 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
         ]
     for matches in (
         lambda t: t.name.endswith((f"/{target}", f".{target}")),
-        lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
         lambda t: target in _holders(t),
+        lambda t: target in (t.layer, f"{t.layer}.{t.name.split('/')[-1]}"),
         lambda t: f"/{t.file}:{t.line}".endswith(f"/{target.lstrip('/')}"),
     ):
         if found := [tensor for tensor in reasons.tensors if matches(tensor)]:
             return found
+    model, _, rest = target.partition("/")
+    names = [shown_name(t.name) for t in reasons.tensors]
+    # Of models that were made apart, variables have a number behind the same path.
+    is_one = not any(name.endswith(f"{rest}:1") for name in names)
+    if rest and is_one and any(name.startswith(f"{model}/") for name in names):
+        with contextlib.suppress(ValueError):
+            return find(reasons, rest)
     named = [
         name
         for t in reasons.tensors

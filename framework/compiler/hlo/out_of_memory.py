@@ -17,6 +17,7 @@ from meshwright.framework.compiler.hlo.memory import (
     MemoryTimeline,
 )
 from meshwright.framework.compiler.lowering.lower import LoweringError, Signature
+from meshwright.framework.compiler.lowering.sources import program_name
 from meshwright.framework.devices.hardware import tpu_kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -188,10 +189,11 @@ def _argument(
 
 
 def _allocation(buffer: Buffer, paths: Sequence[str]) -> Allocation:
+    is_argument = buffer.argument is not None
     return Allocation(
         bytes=buffer.bytes,
         what=buffer.kind.value,
-        name=buffer.op_name if buffer.argument is None else paths[buffer.argument],
+        name=paths[buffer.argument] if is_argument else program_name(buffer.op_name),
         type=buffer.type.partition("{")[0],
         layer=buffer.layer,
         source=str(buffer.source) if buffer.source and buffer.source.file else "",

@@ -52,6 +52,8 @@ _LIBRARIES = (
     ),
     f"{_FRAMEWORK}{os.sep}",
 )
+# The frame in which `mw.function` traces; see `functions.traced`.
+_TRACED = (str(_FRAMEWORK / "functions" / "traced.py"), "of_tensors")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Ops whose first inputs are not passed to the functions that they call: how many.
 _FIRST_INPUTS = dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1)
@@ -117,8 +119,11 @@ class Source:
     dims: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """`folder/file.py:12`; a layer's file with all folders of the package."""
-        return place_text(self.file, self.line)
+        """`folder/file.py:12`; a layer's file with all folders of the package.
+
+        "" if no line of the user's code is known.
+        """
+        return place_text(self.file, self.line) if self.file else ""
 
 
 class Sources:
@@ -162,7 +167,7 @@ class Sources:
         source = self.find(op_name)
         if source is None:
             return f"op {op_name!r}"
-        made = ", ".join(filter(None, (source.layer, source.file and str(source))))
+        made = ", ".join(filter(None, (source.layer, str(source))))
         return f"op {source.op_name!r}{f' ({made})' if made else ''}"
 
     @functools.cached_property
@@ -319,17 +324,25 @@ def _forward_op(op: tf.Operation) -> tf.Operation:
         candidates = [match["op"]]
     elif match := _TAPE_GRADIENT.fullmatch(op.name):
         # The tape names the scope in which the op was made: for most, the op's own.
-        candidates = [match["scope"], f"{match['scope']}/{op.type}"]
+        # In a layer's scope there may be several of a type, which nothing tells apart.
+        among = f"{match['scope']}/{op.type}"
+        candidates = [match["scope"]]
+        candidates += [] if _named(op.graph, f"{among}_1") else [among]
     else:
         candidates = []
     for name in candidates:
-        with contextlib.suppress(KeyError):
-            forward = op.graph.get_operation_by_name(name)
-            # An annotation is made in no scope: this one only has a gradient's number
-            # by chance.
-            if forward.type != ANNOTATION:
-                return forward
+        forward = _named(op.graph, name)
+        # An annotation is made in no scope: this one only has a gradient's number by
+        # chance.
+        if forward is not None and forward.type != ANNOTATION:
+            return forward
     return _forward_reader(op) if _is_gradient(op.name) else op
+
+
+def _named(graph: tf.Graph, op_name: str) -> tf.Operation | None:
+    with contextlib.suppress(KeyError):
+        return graph.get_operation_by_name(op_name)
+    return None
 
 
 def _forward_reader(op: tf.Operation) -> tf.Operation:
@@ -349,8 +362,10 @@ def _forward_reader(op: tf.Operation) -> tf.Operation:
 
 
 def _layer(op: tf.Operation, place: _Place) -> str:
-    if (noted := noted_layer(op.graph, op.name)) is not None:
-        return noted
+    # Of a gradient whose op is not known, the tape has the scope of that in its name.
+    for name in dict.fromkeys((op.name, op.name.rpartition("gradient_tape/")[2])):
+        if (noted := noted_layer(op.graph, name)) is not None:
+            return noted
     if weight := noted_weight(op.graph, op.name):
         scopes = [weight]
     else:
@@ -361,7 +376,13 @@ def _layer(op: tf.Operation, place: _Place) -> str:
 
 
 def _user_frame(frames: Iterable[traceback.FrameSummary]) -> tuple[str, int]:
+    """The innermost frame of the user's code in the function that is traced.
+
+    What is around it, such as the call of `fit`, made all ops alike.
+    """
     for frame in reversed(list(frames)):
+        if (frame.filename, frame.name) == _TRACED:
+            break
         if not frame.filename.startswith(_LIBRARIES):
             return frame.filename, frame.lineno
     return "", 0

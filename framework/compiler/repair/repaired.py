@@ -66,7 +66,8 @@ class Repair:
                 yield name, old, new
 
     def __str__(self) -> str:
-        where = f" ({self.source})" if self.source else ""
+        made = (self.source.layer, str(self.source)) if self.source else ()
+        where = f" ({', '.join(filter(None, made))})" if any(made) else ""
         listed = ", ".join(
             f"{name} {old or 'unknown'} -> {new}" for name, old, new in self.changes()
         )

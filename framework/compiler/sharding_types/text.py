@@ -59,7 +59,7 @@ def _lines(tensor: TypedTensor) -> Iterator[str]:
     else:
         yield f"  {name}"
         yield f"{'':<8}{tensor.type}"
-    if tensor.source is not None:
+    if str(tensor.source or ""):
         of = "gradient of " if tensor.source.is_gradient else ""
         code = linecache.getline(tensor.source.file, tensor.source.line).strip()
         yield f"      {of}{tensor.source}  {code}"[:_WIDTH].rstrip()

@@ -69,11 +69,12 @@ function collectivePart(side, collective) {
   const {mesh, shardings} = DATA.programs[side];
   const often = collective.times === null ? ", unknown times in a loop"
     : collective.times > 1 ? `, ${collective.times} times in a loop` : "";
-  const shared = collective.shared > 1 ? `, of ${collective.shared} ops together` : "";
+  const own = isOpen(collective) ? "" : bytesText(collective.own);
+  const texts = [own + often, collective.shared].map((text) => text.replace(/^, /, ""));
   return h("div", {class: "card"},
     h("p", {}, h("strong", {}, collective.kind), " ",
       ...(collective.axes ?? []).map((axis) => axisMark(axis, mesh)),
-      ` ${bytesText(collective.bytes)}${often}${shared}`),
+      ` ${texts.filter(Boolean).join(", ")}`),
     collective.cause.map((line) => h("p", {class: "soft"}, line)),
     collective.between.map((each) => {
       const [before, after] = [shardings[each.before], shardings[each.after]];
@@ -165,9 +166,10 @@ function changesPart(entry) {
     entry.lies && first && second ? h("div", {class: "flow"},
       glyph(first, FIRST.mesh), h("code", {}, first.text), "⟶",
       glyph(second, SECOND.mesh), h("code", {}, second.text)) : "",
-    entry.sent.filter(({what}) => what).map(({kind, axes, what, bytes}) => h("p", {},
-      h("strong", {}, kind), ` ${alongText(axes)} `,
-      h("span", {class: what}, what), `: ${bytes.map(bytesText).join(" ⟶ ")}`)));
+    entry.sent.filter(({what}) => what).map((sent) => h("p", {},
+      h("strong", {}, sent.kind), ` ${alongText(sent.axes)} `,
+      h("span", {class: sent.what}, sent.what),
+      `: ${[0, 1].map((side) => sentText(sent, side)).join(" ⟶ ")}`)));
 }
 
 function details(entry) {
@@ -198,7 +200,8 @@ function topList(rows) {
 
 function overview() {
   const pairs = ENTRIES.flatMap((entry) => entry.sent.map((sent) => ({entry, sent})));
-  const most = ({sent}) => SECOND ? Math.abs(sent.bytes[1] - sent.bytes[0]) : sent.bytes[0];
+  const most = ({sent}) => !SECOND || (sent.what && sent.open.includes(true)) ? sent.most
+    : Math.abs(sent.bytes[1] - sent.bytes[0]);
   const shown = pairs.filter((pair) => most(pair) > 0).sort((a, b) => most(b) - most(a));
   // Long names differ at their ends.
   const place = ({entry}) => {
@@ -208,7 +211,11 @@ function overview() {
   };
   // A loop of unknown trips counts once.
   const isLeast = (side) => DATA.programs[side].collectives.some((each) => each.times === null);
-  const total = (side) => (isLeast(side) ? "≥ " : "") + bytesText(TREE.bytes[side]);
+  const total = (side) => {  // What XLA combined is there for each of its ops.
+    const once = new Map(DATA.programs[side].collectives.map((c, i) => [c.name || i, c]));
+    const all = [...once.values()].map(({bytes, times}) => bytes * (times ?? 1));
+    return (isLeast(side) ? "≥ " : "") + bytesText(sum(all));
+  };
   const held = (side) => bytesText(sum(DATA.programs[side].tensors
     .filter((t) => t.kind === "argument").map((t) => t.held)));
   const both = (text) => SECOND ? `${text(0)} | ${text(1)}` : text(0);
@@ -232,7 +239,7 @@ function overview() {
       arrow(Math.max(...sent.bytes), sent.axes, 52),
       [h("strong", {}, sent.kind), " ", sent.what
         ? h("span", {class: sent.what}, `${sent.what} `) : "", place({entry})],
-      SECOND ? sent.bytes.map(bytesText).join(" | ") : bytesText(sent.bytes[0])])),
+      SECOND ? `${sentText(sent, 0)} | ${sentText(sent, 1)}` : sentText(sent, 0)])),
     SECOND ? [h("h3", {}, "Tensors with another sharding, the largest"),
       topList(ENTRIES.filter((e) => e.lies && e.tensor.shape)
         .sort((a, b) => b.tensor.bytes - a.tensor.bytes).slice(0, 12)

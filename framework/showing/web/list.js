@@ -103,15 +103,16 @@ function nodeParts(row) {
       differing ? h("span", {class: "changed small"}, `≠ ${node.differing}`) : ""),
     h("div", {class: "type"}),
     SECOND ? h("div", {class: "other"}) : "",
-    h("div", {class: "number"}, nodeBytes(node.bytes)),
+    h("div", {class: "number"}, nodeBytes(node)),
   ];
 }
 
-function nodeBytes([first, second]) {
-  if (SECOND) {
-    return first || second ? `⇄ ${bytesText(first)} | ${bytesText(second)}` : "";
-  }
-  return first ? `⇄ ${bytesText(first)}` : "";
+/** What a layer sends; at least so much, where a part of what XLA combined is not known. */
+function nodeBytes({bytes, hasOpen}) {
+  const sides = SECOND ? [0, 1] : [0];
+  if (!sides.some((side) => bytes[side] || hasOpen[side])) return "";
+  return `⇄ ${sides.map((side) => (hasOpen[side] ? "≥ " : "") + bytesText(bytes[side]))
+    .join(" | ")}`;
 }
 
 function tensorParts(row) {
@@ -146,7 +147,6 @@ function sentParts(row) {
   const {sent} = row, [first, second] = sent.bytes;
   const times = [...new Set(sent.sides.flat().map((each) => each.times))];
   const often = times.length > 1 ? ", loops" : times[0] === 1 ? "" : ` in ${times[0] ?? "?"}×`;
-  const text = (side) => sent.sides[side].length ? bytesText(sent.bytes[side]) : "–";
   const [{between: [between]}] = sent.sides.flat(), side = sent.sides[0].length ? 0 : 1;
   const {shardings, mesh} = DATA.programs[side];
   return [
@@ -157,8 +157,9 @@ function sentParts(row) {
       sent.what ? h("span", {class: `${sent.what} small`}, sent.what) : ""),
     h("div", {class: "type mono"}, between ? `${shardings[between.before].text} → `
       + shardings[between.after].text : ""),
-    h("div", {class: "number"}, SECOND ? `${text(0)} | ${text(1)}` : text(0),
-      often),
+    h("div", {class: "number", title: [...new Set(sent.sides.flat().map((c) => c.shared))]
+      .filter(Boolean).join("; ") || null},
+    SECOND ? `${sentText(sent, 0)} | ${sentText(sent, 1)}` : sentText(sent, 0), often),
   ];
 }
 

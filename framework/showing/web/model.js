@@ -8,8 +8,9 @@ const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const alongText = (axes) => axes === null ? "in groups that no axes make"
   : axes.length ? `along ${axes.join(", ")}` : "along no axis";
 
-// Of what XLA combined, each op has its share; of a loop, all of its trips.
-const sentBytes = ({bytes, shared, times}) => Math.floor(bytes / shared) * (times ?? 1);
+// Of what XLA combined, only what is known to be the op's own; of a loop, all of its trips.
+const sentBytes = ({own, times}) => (own ?? 0) * (times ?? 1);
+const isOpen = ({own}) => own === null;
 
 /** What a tensor sends, by kind and axes: {kind, axes, sides: [[...], [...]], bytes}. */
 function sentAt(sides) {
@@ -26,14 +27,29 @@ function sentAt(sides) {
   });
   for (const sent of byKind.values()) {
     sent.bytes = sent.sides.map((of) => sum(of.map(sentBytes)));
-    sent.what = whatChanged(sent.bytes);
+    sent.open = sent.sides.map((of) => of.some(isOpen));
+    // By which the largest come first: a part may be nearly all of it.
+    sent.most = Math.max(...sent.sides.map((of) => sum(of.map(({own, bytes, times}) =>
+      (own ?? bytes) * (times ?? 1)))));
+    sent.what = whatChanged(sent);
   }
-  return [...byKind.values()].sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
+  return [...byKind.values()].sort((a, b) => b.most - a.most);
 }
 
-function whatChanged([before, after]) {
-  if (!SECOND || before === after) return "";
-  return before === 0 ? "new" : after === 0 ? "gone" : after > before ? "grew" : "shrank";
+function whatChanged({sides, bytes: [before, after], open}) {
+  if (!SECOND) return "";
+  if (!sides[0].length || !sides[1].length) return sides[0].length ? "gone" : "new";
+  if (before === after || open.includes(true)) return "";
+  return after > before ? "grew" : "shrank";
+}
+
+/** What is sent on one side: `11 KiB`, or `part of 145 KiB` where no part is known. */
+function sentText(sent, side) {
+  const of = sent.sides[side];
+  if (!of.length) return "–";
+  const parts = of.filter(isOpen).map(({bytes}) => `part of ${bytesText(bytes)}`);
+  const known = of.some((each) => !isOpen(each)) ? [bytesText(sent.bytes[side])] : [];
+  return [...known, ...new Set(parts)].join(" + ");
 }
 
 function makeEntries() {
@@ -119,6 +135,8 @@ function join(node) {
     + sum(all.map((p) => p.differing));
   node.bytes = [0, 1].map((side) => sum(all.map((p) => p.bytes[side]))
     + sum(node.entries.flatMap((e) => e.sent.map((s) => s.bytes[side]))));
+  node.hasOpen = [0, 1].map((side) => all.some((p) => p.hasOpen[side])
+    || node.entries.some((e) => e.sent.some((s) => s.open[side])));
 }
 
 const TREE = makeTree();
@@ -144,8 +162,8 @@ function openSome(most) {
 function textOf(entry) {
   if (entry.text === undefined) {
     const tensors = entry.sides.filter(Boolean);
-    const sent = entry.sent.map(({kind, axes, bytes}) => [kind, alongText(axes),
-      ...bytes.filter(Boolean).map(bytesText)].join(" "));
+    const sent = entry.sent.map((each) => [each.kind, alongText(each.axes),
+      ...[0, 1].map((side) => sentText(each, side))].join(" "));
     const shown = tensors.map((t) => [t.key, t.name, t.layer, t.place, t.kind,
       t.shape && `${t.dtype}[${t.shape.join(",")}]`, (t.dims ?? []).join(" "),
       t.shape && shardingOf(entry.sides[0] === t ? 0 : 1, t).text].join(" "));

@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.explaining.explain import TensorReport, Why
-from meshwright.framework.compiler.explaining.explain_text import (
-    collective_text,
+from meshwright.framework.compiler.explaining.inserted import InsertedCollective
+from meshwright.framework.compiler.explaining.texts.explain_text import (
     tensor_name,
 )
-from meshwright.framework.compiler.explaining.inserted import InsertedCollective
 from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
@@ -134,8 +133,8 @@ def test_tensors_inside_have_layer_source_sharding_and_collectives(partitioner):
 def test_every_collective_of_the_program_is_accounted_for(partitioner):
     program, explanation = explained(partitioner)
     reported = [c for tensor in explanation.tensors for c in tensor.collectives]
-    total = sum(c.bytes / c.shared_by for c in (*reported, *explanation.elsewhere))
-    assert total == pytest.approx(sum(c.bytes for c in program.collectives()))
+    total = sum(c.own_bytes for c in (*reported, *explanation.elsewhere))
+    assert total == sum(c.bytes for c in program.collectives())
 
 
 @over_partitioners
@@ -456,11 +455,12 @@ def test_says_which_devices_a_collective_is_among(axes, where):
         kind="all-reduce",
         axes=axes,
         bytes=8,
+        own_bytes=8,
         times=1,
         in_loop=False,
         shared_by=1,
     )
-    assert collective_text(collective) == f"all-reduce {where}, 8 B"
+    assert collective.text == f"all-reduce {where}, 8 B"
 
 
 def test_one_result_and_nothing_replicated():

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.explaining.explain_text import cause_lines
+from meshwright.framework.compiler.explaining.texts.explain_text import cause_lines
 from meshwright.framework.compiler.program import trace_program
 from meshwright.framework.showing.page import filled, page_text
 from tests.framework.hlo.why.why_programs import kept, lies, traced
@@ -50,12 +50,24 @@ def pages(tmp_path_factory):
     before, after = kept("looped"), traced("looped", w_lies=lies("X", None))
     mw.explain_page(before, folder / "two.html", other=after)
     mw.explain_page(uneven(), folder / "uneven.html")
+    (folder / "shared.html").write_text(filled(shared(values(page_text(program)))))
     (folder / "many.html").write_text(filled(many(values(page_text(program)), 10_000)))
     return folder
 
 
 def values(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def shared(data):
+    """The values of a program of whose collectives no op's part is known."""
+    (program,) = data["programs"]
+    text = "of 145 KiB shared by 13 ops"
+    sent = [
+        {**each, "name": "all-reduce", "bytes": 148528, "own": None, "shared": text}
+        for each in program["collectives"]
+    ]
+    return {**data, "programs": [{**program, "collectives": sent}]}
 
 
 def many(data, count):
@@ -116,6 +128,19 @@ def test_a_newcomer_finds_the_wrong_line(opened, name):
     assert "after: annotation layer_2.feed_forward [data,_,_] at" in shown
     assert "examples/wrong_line.py:" in shown
     assert WRONG in page.text("#details .at")
+
+
+@chromium.needs_chromium
+def test_a_part_that_is_not_known_has_no_number(opened):
+    page = opened("shared")
+    assert page.run("TREE.bytes[0]") == 0 and page.run("TREE.hasOpen[0]")
+    assert "part of 145 KiB" in page.text("ul.top li")
+    facts = page.text("dl.facts")
+    assert re.search(r"sent in one call\s+145 KiB", facts)  # Of all its ops, once.
+    assert "≥ 0 B" in page.run("document.querySelector('#rows').innerText")
+    page.click("document.querySelector('ul.top button')")
+    page.wait("document.querySelector('#details .card')")
+    assert "of 145 KiB shared by 13 ops" in page.text("#details")
 
 
 @chromium.needs_chromium

@@ -45,6 +45,8 @@ addEventListener("load", () => {{
       width: root.clientWidth,
       content_width: root.scrollWidth,
       height: root.scrollHeight,
+      cut_off: [...page.querySelectorAll(".wide")].filter(
+        (table) => table.scrollWidth > table.clientWidth).length,
       headings: [...page.querySelectorAll("h1, h2")].map((h) => h.textContent),
       loaded: frame.contentWindow.performance.getEntriesByType("resource")
         .map((one) => one.name),
@@ -69,6 +71,7 @@ class View:
       width: of the window, in pixels.
       content_width: what the page takes; more means that it scrolls sideways.
       height: of the whole page.
+      cut_off: how many tables scroll sideways.
       headings: their texts.
       loaded: addresses of what was fetched for it.
       pictures: their `box` [left, top, width, height], `label` and the height of
@@ -79,6 +82,7 @@ class View:
     width: int
     content_width: int
     height: int
+    cut_off: int
     headings: list[str]
     loaded: list[str]
     pictures: list[dict]

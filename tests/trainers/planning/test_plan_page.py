@@ -1,5 +1,6 @@
 """A plan as a page: what it says, and what a browser shows of it."""
 
+import copy
 import functools
 import html
 import json
@@ -105,6 +106,15 @@ def test_in_a_browser(planned, tmp_path, topology):
     phone, desk = ([p["box"] for p in view.pictures[:2]] for view in look.views)
     assert desk[0][0] + desk[0][2] <= desk[1][0]
     assert phone[0][1] + phone[0][3] <= phone[1][1]
+
+
+@needs_chromium
+@needs.libtpu
+def test_a_long_name_is_not_cut_off(planned, tmp_path):
+    document = copy.deepcopy(planned("v3:2x2").document)
+    document["buffers"][0]["name"] = "stateless_random_uniform/" * 12
+    look = look_at(plan_html.page(document), tmp_path, widths=(1280,))
+    assert look.views[0].cut_off == 0
 
 
 @needs_chromium

@@ -2,11 +2,19 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.explaining.difference import (
+    Difference,
+    LaidOut,
+    Sent,
+    Side,
+)
+from meshwright.framework.compiler.explaining.provenance import Origin, OriginKind
 from meshwright.framework.compiler.program import trace_program
 from tests.framework.hlo.why.why_programs import MESH, kept, traced
 
@@ -132,12 +140,57 @@ def test_of_a_variable_it_says_what_the_program_with_that_row_does(partitioner):
     slot = named(asked.tensors, "argument 0.m_w_out")
     assert (slot.before.sharding, slot.after.sharding) == ("[_,_]", "[Y,_]")
     (origin,) = slot.after.origins
-    assert "argument 0.w_out [Y,_], by what was asked for" in str(origin)
+    assert "what was asked for, w_out [Y,_]" in str(origin)
     assert named(asked.tensors, "result state.m_w_in").after.sharding == "[_,Y]"
     assert not asked.notes
     back = mw.what_if(with_row, {"w_out": None})
     assert shardings(back.after) == shardings(asked.before)
     assert back.sent_bytes == asked.sent_bytes[::-1]
+
+
+def test_a_cause_is_told_once_and_what_was_asked_for_first():
+    difference = mw.what_if(stepped({}), {"w_out": ["Y", None]})
+    text = str(difference)
+    tensors, sent = text.split("Collectives that differ")
+    causes = re.findall(r"\n  (\w+ by .*)", tensors)
+    # Of tensors, and of what is sent.
+    assert text.count("now by what was asked for, w_out [Y,_]") == 2
+    assert len(difference.tensors) > len(causes) == len(set(causes)) > 0
+    assert causes[0] == "now by what was asked for, w_out [Y,_]"
+    # Slots, which nobody touched, are no cause.
+    assert "inferred from" not in text and "by argument 0.m_w" not in text
+    others = re.findall(r"and (\d+) more of this cause", tensors)
+    printed = tensors.count("on one device ") - 1  # That of the arguments.
+    assert printed + sum(map(int, others)) == len(difference.tensors)
+
+
+def test_what_one_annotation_splits_otherwise_is_by_that():
+    row = Origin(
+        kind=OriginKind.ANNOTATION,
+        name="w",
+        layer="",
+        file="",
+        line=0,
+        sharding=mw.Sharding.from_dims_mapping(MESH, ["X", None]),
+    )
+    kept = dataclasses.replace(row, kind=OriginKind.ARGUMENT, inferred_from=row)
+
+    def side(sharding, sent, *origins):
+        tensor = LaidOut(
+            type="f32[8,8]",
+            sharding=sharding,
+            bytes_per_device=128,
+            file="",
+            line=0,
+            origins=origins,
+        )
+        moved = Sent(bytes=sent, seconds=None, origins=origins)
+        return Side(name="", tensors={"t": tensor}, sent={("t", "", ("X",)): moved})
+
+    text = str(
+        Difference(before=side("[X,_]", 8, row), after=side("[_,X]", 16, kept)),
+    )
+    assert re.findall(r"\n  (\S*by .*)", text) == ["by annotation w [X,_]"] * 2
 
 
 def test_what_stays_as_it_is_is_noted():

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.explaining.explain_text import cause_lines
 from meshwright.framework.compiler.explaining.provenance import Decided
+from meshwright.framework.compiler.explaining.texts.explain_text import cause_lines
 from meshwright.framework.compiler.explaining.why import COMPILED_NOTE, GSPMD_NOTE
 from meshwright.framework.compiler.program import trace_program
 from meshwright.framework.modeling import random
@@ -59,8 +59,8 @@ def test_an_answer_tells_origin_way_competition_and_what_is_sent():
 
 def test_an_axis_that_splits_nothing_near_is_said_so():
     answer = kept("looped").why("while/add", "Y")
-    alone = "and no tensor that shares a dim with it is split along that dim"
-    assert str(answer).endswith(f"is not split along Y, {alone}")
+    alone = "as no tensor that shares a dim with it is split along that dim"
+    assert str(answer).endswith(f"is not split along Y: no axis reaches it, {alone}")
 
 
 def test_the_reasons_of_gspmd_are_said_to_be_shardys():

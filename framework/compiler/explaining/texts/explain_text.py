@@ -8,6 +8,12 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from meshwright.framework.compiler.explaining.texts.folds import (
+    folded,
+    other_lines,
+    settled_results,
+    type_text,
+)
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, shown_name
 from meshwright.framework.compiler.xla.partitioner import Partitioner
@@ -25,8 +31,8 @@ if TYPE_CHECKING:
 
 _LARGEST = 10
 _WIDTH = 80
-_BITS = "u32"
-"""The dtype of random bits."""
+_MOST = 5
+"""Collectives that are listed before the tensors."""
 # Widths for a tensor's name, type and sharding; the rest says where it comes from.
 _COLUMNS = (34, 17, 12)
 
@@ -55,7 +61,7 @@ def explanation_text(
         return size >= at_least and (matches or not match)
 
     is_filtered = bool(match or at_least or axis)
-    settled = set() if is_filtered else _settled(explanation.tensors)
+    settled = set() if is_filtered else settled_results(explanation.tensors)
     some = explanation.tensors if match or axis else _interesting(explanation.tensors)
     tensors = [
         t
@@ -87,6 +93,7 @@ def explanation_text(
         *_what_is_shown(len(tensors), match, at_least, axis),
         "",
         *([] if is_filtered and not replicated else _replicated(replicated, settled)),
+        *([] if is_filtered else _sent_most(explanation.tensors)),
         *_tensors(tensors, settled, explanation.has_reasons, is_filtered=is_filtered),
         *([] if is_filtered else _elsewhere(explanation)),
         *([] if is_filtered and not gathered else _rematerialized(gathered)),
@@ -132,7 +139,7 @@ def _collective_rows(explanation: Explanation) -> list[str]:
     known |= {c.name: c for c in explanation.elsewhere}
     groups: dict[str, list[InsertedCollective]] = {}
     for c in known.values():
-        groups.setdefault(f"{c.kind} {_where(c)}", []).append(c)
+        groups.setdefault(f"{c.kind} {c.where}", []).append(c)
 
     def moved(group: list[InsertedCollective]) -> int:
         return sum(c.bytes * (c.times or 1) for c in group)
@@ -203,10 +210,27 @@ def tensor_name(tensor: TensorReport) -> str:
 
 def replicated_line(tensor: TensorReport) -> str:
     """`1.5 MB f32[600,600] argument state.w`."""
+    return f"{bytes_text(tensor.bytes)} {type_text(tensor)} {_place(tensor)}"
+
+
+def _place(tensor: TensorReport) -> str:
     place = ".".join(part for part in (tensor.layer, tensor_name(tensor)) if part)
-    where = f" ({tensor.source})" if tensor.source else ""
+    line = str(tensor.source or "")
+    where = f" ({line})" if line else ""
     kind = "" if tensor.kind.value == "inside" else f"{tensor.kind.value} "
-    return f"{bytes_text(tensor.bytes)} {_type(tensor)} {kind}{place}{where}"
+    return f"{kind}{place}{where}"
+
+
+def _sent_most(tensors: Sequence[TensorReport]) -> Iterator[str]:
+    """The ops whose collectives move most, if there are many."""
+    sent = [(one, tensor) for tensor in tensors for one in tensor.collectives]
+    if len(sent) <= _MOST:
+        return
+    sent.sort(key=lambda pair: -pair[0].most)
+    yield "Collectives that move most at an op:"
+    for one, tensor in sent[:_MOST]:
+        yield f"  {one.text}: {_place(tensor)}"
+    yield ""
 
 
 def _tensors(
@@ -216,57 +240,22 @@ def _tensors(
     *,
     is_filtered: bool,
 ) -> Iterator[str]:
-    by_heading: dict[str, list[TensorReport]] = {}
-    for tensor in shown:
-        by_heading.setdefault(_heading(tensor), []).append(tensor)
-    for heading, tensors in by_heading.items():
+    listed = [tensor for tensor in shown if id(tensor) not in settled]
+    by_heading: dict[str, list[list[TensorReport]]] = {_heading(t): [] for t in shown}
+    for group in [[t] for t in listed] if is_filtered else folded(listed):
+        by_heading[_heading(group[0])].append(group)
+    counts = collections.Counter(_heading(t) for t in shown if id(t) in settled)
+    for heading, groups in by_heading.items():
+        if not groups and not counts[heading]:  # All are at what they fold into.
+            continue
         yield heading
-        listed = [tensor for tensor in tensors if id(tensor) not in settled]
-        groups = [[t] for t in listed] if is_filtered else _folded(listed)
         for tensor, *others in groups:
             yield from _tensor_lines(tensor, has_reasons=has_reasons)
-            yield from _others(others)
-        if len(listed) < len(tensors):
-            left = counted(len(tensors) - len(listed), "new value")
+            yield from other_lines(others)
+        if counts[heading]:
+            left = counted(counts[heading], "new value")
             yield f"  {left} of arguments of the same names, split as these are"
         yield ""
-
-
-def _others(folded: Sequence[TensorReport]) -> Iterator[str]:
-    if folded:
-        yield f"      and {counted(len(folded), f'more {_BITS} tensor')} of this line"
-
-
-def _settled(tensors: Sequence[TensorReport]) -> set[int]:
-    """The ids of results that lie as the arguments do whose new values they are.
-
-    Programs return state in the place "state" of their results, with the paths that it
-    has in the nest of its argument: `0.theta.w` becomes `state.theta.w`.
-    """
-
-    def how(tensor: TensorReport) -> tuple:
-        path = tensor.op_name.partition(".")[2]
-        return path, _type(tensor), str(tensor.sharding), tensor.logical_shape
-
-    arguments = {how(t) for t in tensors if t.kind.value == "argument"}
-    results = [t for t in tensors if t.kind.value == "result"]
-    state = [t for t in results if t.op_name.startswith("state.")]
-    return {id(t) for t in state if how(t) in arguments}
-
-
-def _folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
-    """Tensors, those together that are random bits of one line, the largest first.
-
-    The generator takes some hundred ops on the bits of a dropout's mask.
-    """
-    groups: dict[tuple, list[TensorReport]] = {}
-    for tensor in tensors:
-        is_bits = tensor.dtype == _BITS and tensor.source is not None
-        is_alone = tensor.annotated or tensor.collectives or not is_bits
-        how = str(tensor.source), str(tensor.sharding), tensor.why_replicated
-        key = (id(tensor),) if is_alone else how
-        groups.setdefault(key, []).append(tensor)
-    return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
 
 
 def _heading(tensor: TensorReport) -> str:
@@ -279,7 +268,7 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
     def is_named(t: TensorReport) -> bool:
         return t.kind.value != "inside" or t.annotated or bool(t.collectives)
 
-    others = _folded(t for t in tensors if not is_named(t))
+    others = folded(t for t in tensors if not is_named(t))
     others.sort(key=lambda group: -group[0].bytes)
     largest = {id(tensor) for group in others[:_LARGEST] for tensor in group}
     return [t for t in tensors if is_named(t) or id(t) in largest]
@@ -288,10 +277,12 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
 def _tensor_lines(tensor: TensorReport, *, has_reasons: bool) -> Iterator[str]:
     how = "annotated" if tensor.annotated else "inferred"
     how = "kept" if tensor.kept_from else how
-    yield from _row(tensor_name(tensor), _type(tensor), str(tensor.sharding), how)
-    if tensor.source is not None:
-        of = "gradient of " if tensor.source.is_gradient else ""
-        yield f"      {of}{tensor.source}"
+    yield from _row(tensor_name(tensor), type_text(tensor), str(tensor.sharding), how)
+    line = str(tensor.source or "")
+    if tensor.source is not None and tensor.source.is_gradient:
+        line = f"gradient of {line}" if line else "of the gradient"
+    if line:
+        yield f"      {line}"
     if tensor.kept_from:
         yield f"      as {tensor.kept_from} left its variable"
     if tensor.annotated and tensor.note and tensor.why_replicated is None:
@@ -318,7 +309,7 @@ def _tensor_lines(tensor: TensorReport, *, has_reasons: bool) -> Iterator[str]:
 def _collective_lines(
     collective: InsertedCollective, *, has_reasons: bool
 ) -> Iterator[str]:
-    yield f"      {collective_text(collective)}"
+    yield f"      {collective.text}"
     for line in cause_lines(collective) if has_reasons else ():
         yield f"          {line}"
     for one in collective.between:
@@ -362,25 +353,6 @@ def _row(*cells: str) -> Iterator[str]:
     yield f"{line:<{begin - 1}} {last}"
 
 
-def collective_text(collective: InsertedCollective) -> str:
-    """`all-gather along X, 33 kB, 40 times in a loop`."""
-    text = f"{collective.kind} {_where(collective)}, {bytes_text(collective.bytes)}"
-    if collective.in_loop:
-        times = (
-            "unknown times" if collective.times is None else f"{collective.times} times"
-        )
-        text += f", {times} in a loop"
-    if collective.shared_by > 1:
-        text += f", with {collective.shared_by - 1} other ops"
-    return text
-
-
-def _where(collective: InsertedCollective) -> str:
-    if collective.axes is None:
-        return "in groups that no axes make"
-    return f"along {', '.join(collective.axes) or 'no axis'}"
-
-
 def _elsewhere(explanation: Explanation) -> Iterator[str]:
     if explanation.elsewhere:
         yield "collectives at no tensor of the program's"
@@ -398,9 +370,9 @@ def _replicated(tensors: list[TensorReport], settled: Collection[int]) -> Iterat
     total = bytes_text(sum(tensor.bytes for tensor in tensors))
     yield f"Left replicated: {counted(len(tensors), 'tensor')}, {total}; the largest:"
     listed = [tensor for tensor in tensors if id(tensor) not in settled]
-    for tensor, *others in _folded(listed)[:_LARGEST]:
+    for tensor, *others in folded(listed, by_reason=True)[:_LARGEST]:
         yield f"  {replicated_line(tensor)}"
-        yield from _others(others)
+        yield from other_lines(others)
         yield f"      {tensor.why_text}"
     yield ""
 
@@ -417,7 +389,7 @@ def _rematerialized(tensors: list[RematerializedTensor]) -> Iterator[str]:
 def rematerialized_lines(tensor: RematerializedTensor) -> Iterator[str]:
     """Which tensor, where, and what to do about it."""
     origin = _origin(tensor.tensor, tensor.tensor_name)
-    yield f"  {bytes_text(tensor.bytes)} {_type(tensor)} {origin}"
+    yield f"  {bytes_text(tensor.bytes)} {type_text(tensor)} {origin}"
     yield from (f"      {line}" for line in _remedy_lines(tensor))
 
 
@@ -449,8 +421,4 @@ def _origin(source, name: str) -> str:
     if source is None:
         return shown_name(name)
     layer = f"{source.layer}: " if source.layer else ""
-    return f"{layer}{name.split('/')[-1]} ({source})"
-
-
-def _type(tensor: TensorReport | RematerializedTensor) -> str:
-    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+    return f"{layer}{name.split('/')[-1]}" + (f" ({source})" if str(source) else "")
