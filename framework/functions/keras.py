@@ -482,7 +482,8 @@ def _replace(made: _Distributed, name: str, method: str) -> None:
             run = made.predict() if name == "predict" else made.steps(method)
             setattr(made.model, attribute, run)
 
-    setattr(made.model, attribute, None)  # Keras's own, of before.
+    delattr(made.model, attribute)  # Keras's own, that TF tracks until it is deleted.
+    setattr(made.model, attribute, None)
     setattr(made.model, f"make_{attribute}", make)
 
 

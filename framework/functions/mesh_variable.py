@@ -18,6 +18,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function.concrete_function import (
+    ConcreteFunction,
+)
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
@@ -35,6 +38,12 @@ _SILENT = threading.local()
 _OURS = "_meshwright_traced"
 _VALUE = "_meshwright_value"
 _WRITES = ("assign", "assign_add", "assign_sub")
+_BY_KERAS = (
+    "multi_step_on_iterator",
+    "one_step_on_data",
+    "one_step_on_data_distributed",
+    "multi_step_on_data",
+)
 # Of what is in place of a value that is on the mesh: no variable has it.
 _STALE_SHAPE = (1, 1, 1, 1, 1, 1, 1, 1, 1, 2)
 
@@ -330,15 +339,35 @@ def note_readers(variables: Iterable[tf.Variable]) -> None:
     """Finds other functions that captured the variables before they were on a mesh."""
     by_handle = {id(handle_of(variable)): value_of(variable) for variable in variables}
     gc.collect()  # TF's function that initialized them is garbage, and a cycle.
-    for graph in gc.get_objects():
+    objects = gc.get_objects()
+    callable_ids = {id(f.graph) for f in objects if isinstance(f, ConcreteFunction)}
+    for graph in objects:
         if isinstance(graph, FuncGraph) and not is_ours(graph):
             for outside, _ in graph.captures:
-                if id(outside) in by_handle:
+                if id(outside) in by_handle and _can_run(graph, callable_ids):
                     _note_reader(by_handle[id(outside)], graph)
 
 
+def _can_run(graph: FuncGraph, callable_ids: set[int]) -> bool:
+    """Whether a function lives that runs a graph, or a graph around it.
+
+    TF's registry of gradients keeps the graph of a function with a `tf.custom_gradient`
+    for ever.
+
+    Args:
+      graph: the graph.
+      callable_ids: `id`s of the graphs that functions have.
+    """
+    while isinstance(graph, FuncGraph):
+        is_being_traced = graph.structured_outputs is None and not graph.outputs
+        if id(graph) in callable_ids or is_being_traced:
+            return True
+        graph = graph.outer_graph
+    return False
+
+
 def _note_reader(value: MeshValue, graph) -> None:
-    name = getattr(graph, "name", "of a graph")
+    name = _name_of(graph)
     # Keras makes its functions anew for each `compile` and export.
     kind = re.sub(r"_\d+$", "", name)
     if getattr(_SILENT, "is_on", False):
@@ -346,17 +375,29 @@ def _note_reader(value: MeshValue, graph) -> None:
         value.to_host()
         return
     if graph not in _TOLD and kind not in value.told:
+        remedy = "Make it a meshwright function too, or drop it"
+        if name in _BY_KERAS:
+            remedy = (
+                "Keras compiled it before mw.keras.distribute: drop what still holds "
+                "it, such as a name for model.train_function"
+            )
         logging.warning(
             "the function %r reads variable %r and perhaps others, and does not run on "
             "the mesh: their values are copied to the host after each call of a "
-            "program. Make it a meshwright function too",
-            name,
-            path_of(value.variable()),
+            "program. %s",
+            *(name, path_of(value.variable()), remedy),
         )
     _TOLD.add(graph)
     value.told.add(kind)
     value.readers.add(graph)
     value.to_host()
+
+
+def _name_of(graph) -> str:
+    """The name of a graph's function, not of a branch in it."""
+    while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
+        graph = graph.outer_graph
+    return getattr(graph, "name", "of a graph")
 
 
 @contextlib.contextmanager

@@ -55,6 +55,24 @@ def test_a_hundred_steps_move_batches_and_metrics_alone(monkeypatch):
     assert (6, 16) in fetched
 
 
+def test_a_model_that_was_used_before_it_is_on_a_mesh_has_no_other_readers(caplog):
+    layers = [keras.layers.Input((6,)), *map(keras.layers.Dense, (16, 3))]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)  # The loss has a custom gradient, which TF registers.
+    model.fit(X, Y, batch_size=40, verbose=0)
+    model.predict(X, verbose=0)
+    step = model.predict_function
+    mw.keras.distribute(model, MESH, "fsdp")
+    model.fit(X, Y, batch_size=40, verbose=0)
+    assert "drop what still holds it, such as a name for model" in caplog.text
+    caplog.clear()
+    del step
+    model.fit(X, Y, batch_size=80, verbose=0)
+    assert not any(value_of(v._value).on_host for v in model.variables[:4])
+    assert "reads variable" not in caplog.text
+
+
 def test_a_model_that_only_predicts_leaves_no_copy_on_the_host():
     model = network((6, 16, 3), MESH)
     want = model(X).numpy()
