@@ -102,6 +102,11 @@ class MeshFunction:
         self._options = options
         self._compiled: dict[Hashable, _Compiled] = {}
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """Those of its programs, of which some may have more than others."""
+        return [v for c in self._compiled.values() for v in c.traced.variables]
+
     def __repr__(self) -> str:
         return f"<MeshFunction {self.name!r} for the mesh ({self.mesh})>"
 

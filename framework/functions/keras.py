@@ -43,9 +43,12 @@ from meshwright.framework.functions.keras_layouts import (
     batch_axes,
     layout_of,
 )
-from meshwright.framework.functions.keras_plan import FitPlan, check_topology
-from meshwright.framework.functions.layout import Layout, LayoutTable, by_path
-from meshwright.framework.functions.mesh_variable import placed
+from meshwright.framework.functions.keras_plan import (
+    FitPlan,
+    check_topology,
+    placed_variables,
+)
+from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
@@ -108,6 +111,7 @@ class _Distributed:
             outputs = [step(*_batch(data)) for data in batches]
             return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
+        run.step = step
         return run
 
     def step(self, method: str) -> MeshFunction:
@@ -327,16 +331,18 @@ def shardings(model: Any) -> dict[str, Sharding | None]:
       model: a Keras model.
 
     Returns:
-      By path, in Keras's order, the sharding of each variable of the model and its
-      optimizer; None of a variable that no program has used yet. Of variables with the
-      same path, the second has ":1" behind it, the third ":2".
+      By path, the sharding of each variable of the model, in Keras's order, and of each
+      other that a program has used, as of its optimizers; None of a variable of the
+      model that no program has used yet. Of variables with the same path, the second
+      has ":1" behind it, the third ":2".
 
     Raises:
       TypeError: it is no Keras model of the TensorFlow backend.
+      ValueError: no program has used any of its variables yet.
     """
     _check_model(model)
-    values = {path: placed(v) for path, v in by_path(variables_of(model)).items()}
-    return {path: v and v.form and v.form.border for path, v in values.items()}
+    made = (getattr(model, f"{name}_function", None) for name in _FUNCTIONS)
+    return placed_variables(model, [f.step for f in made if hasattr(f, "step")])
 
 
 def program(

@@ -1,10 +1,12 @@
-"""What a step of `fit` takes on machines that are not here."""
+"""Where `fit` has its variables, and what a step takes on machines not here."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.roofline import roofline
@@ -15,7 +17,12 @@ from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.hardware import GpuKind, TpuKind
 from meshwright.framework.devices.topology import topology
+from meshwright.framework.functions.function import MeshFunction
+from meshwright.framework.functions.keras_files import variables_of
+from meshwright.framework.functions.layout import by_path
+from meshwright.framework.functions.mesh_variable import placed
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sizes import bytes_text
 
 
@@ -80,3 +87,30 @@ def check_topology(name: str, mesh: DeviceMesh) -> None:
             f"topology {name!r} has {size} devices, but the mesh ({mesh}) has "
             f"{mesh.size}: give the mesh a shape whose product is {size}"
         )
+
+
+def placed_variables(
+    model: Any, steps: Sequence[MeshFunction]
+) -> dict[str, Sharding | None]:
+    """The shardings of a Keras model's variables; see `mw.keras.shardings`.
+
+    Args:
+      model: the Keras model.
+      steps: its steps, that may have variables which are not the model's.
+
+    Raises:
+      ValueError: no program has used a variable yet.
+    """
+    own = {id(variable._value) for variable in model.variables}
+    known = {id(v): v for v in variables_of(model)}
+    for step in steps:
+        known |= {id(v): v for v in step.variables if id(v) not in known}
+    known = {key: v for key, v in known.items() if key in own or placed(v)}
+    if not any(map(placed, known.values())):
+        raise ValueError(
+            f"{model.name}: no program has placed its variables yet: call "
+            "mw.keras.distribute, and fit, evaluate or predict, before "
+            "mw.keras.shardings"
+        )
+    values = {path: placed(v) for path, v in by_path(known.values()).items()}
+    return {path: value and value.sharding for path, value in values.items()}

@@ -29,6 +29,9 @@ from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import check_same, to_host
 from meshwright.framework.functions.layout import path_of
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.plan import as_axes
+from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 LOCK = threading.RLock()
@@ -56,6 +59,7 @@ class MeshValue:
       variable: the variable.
       array: its value on the mesh, in stored form; None before a program used it.
       form: the stored form of `array`; None: its logical shape.
+      mesh: of the program that took it last.
       given_by: name of the program that gave it its sharding, "" if completion did.
       on_host: whether TF's own copy is the value.
       on_mesh: whether `array` is the value.
@@ -68,6 +72,7 @@ class MeshValue:
     variable: weakref.ref
     array: jax.Array | None = None
     form: StoredForm | None = None
+    mesh: DeviceMesh | None = None
     given_by: str = ""
     on_host: bool = True
     on_mesh: bool = False
@@ -92,9 +97,22 @@ class MeshValue:
         elif not self.array.sharding.is_equivalent_to(sharding, self.array.ndim):
             with wide_elements():
                 self.array = jax.device_put(self.array, sharding)
-        self.form, self.on_mesh = form, True
+        self.form, self.mesh, self.on_mesh = form, program.mesh, True
         self.given_by = (form.kept_from or program.name) if form else ""
         return self.array
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the programs keep the value, once one has placed it."""
+        if self.form is not None:
+            return self.form.border
+        whole = Sharding.replicated(self.mesh, self.array.ndim).dims
+        if self.array.sharding.is_fully_replicated:
+            return Sharding(self.mesh, whole)
+        dims = tuple(
+            map(as_axes, self.array.sharding.spec)
+        )  # The last ones are left out.
+        return Sharding(self.mesh, dims + whole[len(dims) :])
 
     @property
     def stays_on_mesh(self) -> bool:
