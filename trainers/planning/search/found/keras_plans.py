@@ -100,7 +100,7 @@ def search_keras(
 
     A step has the loss, its gradients and the optimizer's updates. Weights of layers
     that differ in their number alone are split alike, optimizer slots as their weights;
-    what has a single dim is left to propagation. A bar, or log lines, say how far it is.
+    what has a single dim is left to propagation. A bar, or log lines, tell of progress.
 
     Args:
       model: a Keras 3 model of the TensorFlow backend, built and compiled.
