@@ -251,7 +251,7 @@ class MeshFunction:
                 **options,
             ).compile()
 
-        with host_shapes(variables):
+        with host_shapes(variables), self._layout.compiling(traced.specs):
             program = self._sharding_updates(compiled)
         self._layout.report(variables, program.arguments.forms)
         check_constants(self.name, traced.constants)
@@ -399,7 +399,7 @@ def function(
         )
     check_mesh(mesh, name)
     if layout is None or isinstance(layout, Mapping):
-        layout = LayoutTable(layout or {})
+        layout = LayoutTable(layout or {}, name)
     if not isinstance(layout, Layout):
         raise TypeError(
             f"{name}: the layout is {layout!r}; pass a table from regular expressions "

@@ -118,9 +118,10 @@ def trace(
         out; a trace whose variables are all kept is the last. None: it is not known.
 
     Raises:
-      LoweringError: it reads a resource that is no variable, returns something else
-        than tensors of numbers, cuts the imaginary part off an argument, or makes a
-        variable whose initial value depends on arguments.
+      LoweringError: Python code of it reads a tensor's value; it reads a resource that
+        is no variable, returns something else than tensors of numbers, cuts the
+        imaginary part off an argument, or makes a variable whose initial value depends
+        on arguments.
     """
     fn, checks = converted(fn), Checks()
 
@@ -153,6 +154,9 @@ def trace(
             f"arguments, or on tensors that it computes: {first_line(error)}. Give the "
             "variable a value that is known outside, such as zeros, and assign it"
         ) from error
+    except (AttributeError, NotImplementedError) as error:
+        _refuse_reading(name, error)
+        raise
     _check_results(name, concrete.structured_outputs)
     _check_casts(
         name,
@@ -179,6 +183,17 @@ def trace(
         constants=constants,
         checks=checks,
     )
+
+
+def _refuse_reading(name: str, error: Exception) -> None:
+    """Raises LoweringError if TF's error is that Python code reads a tensor's value."""
+    reads_numpy = "has no attribute 'numpy'" in str(error)
+    if reads_numpy or "symbolic tf.Tensor" in str(error):
+        raise LoweringError(
+            f"{name}: Python code reads the value of a tensor, by .numpy() or a NumPy "
+            "function, while the function is traced, when it has none yet: use TF ops, "
+            f"or in a Keras layer keras.ops. TF's error: {str(error).strip()}"
+        ) from error
 
 
 def _check_results(name: str, results: Any) -> None:

@@ -204,7 +204,7 @@ def test_where_variables_are():
     kernel = model.first.up.kernel
     with pytest.raises(ValueError, match="sub: no program has placed its variables"):
         mw.keras.shardings(model)
-    with pytest.raises(TypeError, match="the first call of a program its variables"):
+    with pytest.raises(TypeError, match="call fit, evaluate or predict first"):
         mw.visualize(kernel)
     fitted(model)
     placed = mw.keras.shardings(model)
