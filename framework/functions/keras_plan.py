@@ -100,23 +100,30 @@ class StepLayout(Layout):
     def compiling(
         self, specs: Sequence[tf.TensorSpec]
     ) -> contextlib.AbstractContextManager[None]:
-        """Has repairs for a batch of uneven rows reported with the remedy of Keras."""
+        """Has repairs for a batch of uneven rows reported with the remedy of Keras.
+
+        Those of ops that split no multiple of these rows unevenly have another cause.
+        """
         sizes = [spec.shape[0] for spec in specs if spec.shape.rank]
         uneven = next((size for size in sizes if size % self.rows), None)
         if uneven is None:
             return contextlib.nullcontext()
 
-        def report(name: str, repairs: Sequence[Repair]) -> None:
-            is_told, _ = self.told_uneven.is_set(), self.told_uneven.set()
-            logging.log(
-                logging.INFO if is_told else logging.WARNING,
-                "%s: %s has a batch of %d rows, which %d devices do not divide: to "
-                "get it right, %d ops, such as %s, communicate more. Numbers are "
-                "right. To save time, pass a batch_size, and so many rows (of "
-                "validation_data too), that %d divides them",
-                *(self.model.name, name, uneven, self.rows),
-                *(len(repairs), repr(repairs[0].op_name), self.rows),
-            )
+        def report(name: str, repairs: Sequence[Repair]) -> Sequence[Repair]:
+            of_rows = [r for r in repairs if any(n % uneven == 0 for n in r.uneven)]
+            if of_rows:
+                is_told, _ = self.told_uneven.is_set(), self.told_uneven.set()
+                logging.log(
+                    logging.INFO if is_told else logging.WARNING,
+                    "%s: %s has a batch of %d rows, which %d devices do not divide: "
+                    "more is communicated for ops that XLA gets wrong in uneven shards "
+                    "(%d, such as %r). Numbers are right. To save time, pass a "
+                    "batch_size, and so many rows (of validation_data too), that %d "
+                    "divides them",
+                    *(self.model.name, name, uneven, self.rows),
+                    *(len(of_rows), of_rows[0].op_name, self.rows),
+                )
+            return [repair for repair in repairs if repair not in of_rows]
 
         return reported_to(report)
 

@@ -202,25 +202,24 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
             f"would be laid out otherwise at a cost:\n  {listed}\n{_REMEDY}, or "
             "compile with strict=False"
         )
-    if costly:
-        _REPORT.get()(name, costly)
-
-
-def _warn(name: str, repairs: Sequence[Repair]) -> None:
-    for repair in repairs:
+    for repair in _REPORT.get()(name, costly):
         logging.warning("%s: %s. %s", name, repair, _REMEDY)
 
 
-_REPORT = contextvars.ContextVar("report of costly repairs", default=_warn)
+_REPORT = contextvars.ContextVar(
+    "report of costly repairs", default=lambda name, repairs: repairs
+)
 
 
 @contextlib.contextmanager
-def reported_to(report: Callable[[str, Sequence[Repair]], None]) -> Iterator[None]:
+def reported_to(
+    report: Callable[[str, Sequence[Repair]], Sequence[Repair]],
+) -> Iterator[None]:
     """Has others than annotations of tensors be the remedy that a warning names.
 
     Args:
-      report: in place of a warning for each repair: is given the program's name, and
-        the repairs that cost communication, of which there are some.
+      report: is given the program's name, and the repairs that cost communication, and
+        returns those of which a warning is due nevertheless.
     """
     token = _REPORT.set(report)
     try:
