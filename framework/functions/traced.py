@@ -44,6 +44,11 @@ TRACING = threading.RLock()
 """Held while a function is traced, and taken before the locks of `tf.function`s in it,
 before that of values too: a thread that traces such a function may wait for a value."""
 _SAME_VALUES = ("Identity", "PlaceholderWithDefault", "Reshape", "XlaSharding")
+_READINGS = (
+    "'SymbolicTensor' object has no attribute 'numpy'",
+    "numpy() is only available when eager execution is enabled",  # A variable's.
+    "Cannot convert a symbolic tf.Tensor",
+)
 _TRACES = itertools.count(-1, -1)  # No object's `id`, which TF puts in their place.
 
 
@@ -187,12 +192,12 @@ def trace(
 
 def _refuse_reading(name: str, error: Exception) -> None:
     """Raises LoweringError if TF's error is that Python code reads a tensor's value."""
-    reads_numpy = "has no attribute 'numpy'" in str(error)
-    if reads_numpy or "symbolic tf.Tensor" in str(error):
+    if any(message in str(error) for message in _READINGS):
         raise LoweringError(
-            f"{name}: Python code reads the value of a tensor, by .numpy() or a NumPy "
-            "function, while the function is traced, when it has none yet: use TF ops, "
-            f"or in a Keras layer keras.ops. TF's error: {str(error).strip()}"
+            f"{name}: Python code reads the value of a tensor or variable, by .numpy() "
+            "or a NumPy function, while the function is traced, when it has none yet: "
+            "use TF ops, or in a Keras layer keras.ops. TF's error: "
+            f"{str(error).strip()}"
         ) from error
 
 

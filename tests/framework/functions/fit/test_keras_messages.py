@@ -34,6 +34,28 @@ def test_rows_that_devices_do_not_divide_are_told_once(partitioner, caplog):
     assert "pass a batch_size, and so many rows" in told[0]
 
 
+class Turned(LAYERS.Layer):
+    """Has an op that XLA gets wrong whatever the batch."""
+
+    def build(self, shape):
+        del shape
+        self.table = self.add_weight(shape=(16, 8), name="table")
+
+    def call(self, x):
+        ids = mw.mesh_split(tf.range(21) % 16, MESH, [("data", "model")])
+        return x + tf.reduce_sum(tf.gather(self.table, ids) ** 2)
+
+
+def test_uneven_rows_are_not_blamed_for_other_ops(caplog):
+    model = keras.Sequential([LAYERS.Input((4,)), Turned()])
+    model.compile("sgd", "mse", jit_compile=True)
+    mw.keras.distribute(model, MESH, {"table": ["data", None]})
+    model.predict(np.ones([19, 4]), verbose=0)
+    assert "GatherV2" in caplog.text
+    assert "Annotate these tensors" in caplog.text
+    assert "rows, which" not in caplog.text
+
+
 class Reads(LAYERS.Layer):
     """Reads a value while it is traced."""
 
@@ -45,7 +67,13 @@ class Reads(LAYERS.Layer):
         return x * self.read(x)
 
 
-@pytest.mark.parametrize("read", [lambda x: x.numpy().max(), lambda x: np.asarray(x)])
+KEPT = tf.Variable(2.0, name="kept_outside")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.numpy().max(), lambda x: np.asarray(x), lambda x: KEPT.numpy()],
+)
 def test_a_layer_that_reads_values_is_told_of_keras_ops(read):
     model = keras.Sequential([LAYERS.Dense(4), Reads(read)])
     model.compile("sgd", "mse")
@@ -54,6 +82,14 @@ def test_a_layer_that_reads_values_is_told_of_keras_ops(read):
         mw.LoweringError, match=r"by .numpy\(\) .* use TF ops, or .*ker"
     ):
         model.fit(np.ones([8, 4]), np.ones([8, 4]), verbose=0)
+
+
+def test_an_error_of_an_object_that_is_no_tensor_stays_as_it_is():
+    model = keras.Sequential([LAYERS.Dense(4), Reads(lambda x: object().numpy)])
+    model.compile("sgd", "mse")
+    mw.keras.distribute(model, MESH)
+    with pytest.raises(AttributeError, match="'object' object has no attribute"):
+        model.predict(np.ones([8, 4]), verbose=0)
 
 
 def test_a_row_of_another_rank_names_the_model_and_warns_of_no_idle_devices(caplog):
