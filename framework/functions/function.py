@@ -104,7 +104,7 @@ class MeshFunction:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Those of its programs, of which some may have more than others."""
+        """Those of each of its programs, one program after another."""
         return [v for c in self._compiled.values() for v in c.traced.variables]
 
     def __repr__(self) -> str:

@@ -109,9 +109,8 @@ class MeshValue:
         whole = Sharding.replicated(self.mesh, self.array.ndim).dims
         if self.array.sharding.is_fully_replicated:
             return Sharding(self.mesh, whole)
-        dims = tuple(
-            map(as_axes, self.array.sharding.spec)
-        )  # The last ones are left out.
+        # JAX may leave out the last dims if they are whole.
+        dims = tuple(map(as_axes, self.array.sharding.spec))
         return Sharding(self.mesh, dims + whole[len(dims) :])
 
     @property
@@ -357,10 +356,12 @@ def note_readers(variables: Iterable[tf.Variable]) -> None:
     """Finds other functions that captured the variables before they were on a mesh."""
     by_handle = {id(handle_of(variable)): value_of(variable) for variable in variables}
     gc.collect()  # TF's function that initialized them is garbage, and a cycle.
+    # By `type`: `isinstance` asks a proxy for the class of an object that may be gone.
     objects = gc.get_objects()
-    callable_ids = {id(f.graph) for f in objects if isinstance(f, ConcreteFunction)}
+    functions = (f for f in objects if issubclass(type(f), ConcreteFunction))
+    callable_ids = {id(function.graph) for function in functions}
     for graph in objects:
-        if isinstance(graph, FuncGraph) and not is_ours(graph):
+        if issubclass(type(graph), FuncGraph) and not is_ours(graph):
             for outside, _ in graph.captures:
                 if id(outside) in by_handle and _can_run(graph, callable_ids):
                     _note_reader(by_handle[id(outside)], graph)
