@@ -102,6 +102,11 @@ class MeshFunction:
         self._options = options
         self._compiled: dict[Hashable, _Compiled] = {}
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """Those of each of its programs, one program after another."""
+        return [v for c in self._compiled.values() for v in c.traced.variables]
+
     def __repr__(self) -> str:
         return f"<MeshFunction {self.name!r} for the mesh ({self.mesh})>"
 
@@ -246,7 +251,7 @@ class MeshFunction:
                 **options,
             ).compile()
 
-        with host_shapes(variables):
+        with host_shapes(variables), self._layout.compiling(traced.specs):
             program = self._sharding_updates(compiled)
         self._layout.report(variables, program.arguments.forms)
         check_constants(self.name, traced.constants)
@@ -394,7 +399,7 @@ def function(
         )
     check_mesh(mesh, name)
     if layout is None or isinstance(layout, Mapping):
-        layout = LayoutTable(layout or {})
+        layout = LayoutTable(layout or {}, name)
     if not isinstance(layout, Layout):
         raise TypeError(
             f"{name}: the layout is {layout!r}; pass a table from regular expressions "

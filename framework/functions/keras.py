@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -38,14 +39,15 @@ from meshwright.framework.functions.keras_files import (
     under_strategy,
     variables_of,
 )
-from meshwright.framework.functions.keras_layouts import (
+from meshwright.framework.functions.keras_layouts import batch_axes, layout_of
+from meshwright.framework.functions.keras_plan import (
+    FitPlan,
     StepLayout,
-    batch_axes,
-    layout_of,
+    batch_of,
+    check_topology,
+    placed_variables,
 )
-from meshwright.framework.functions.keras_plan import FitPlan, check_topology
-from meshwright.framework.functions.layout import Layout, LayoutTable, by_path
-from meshwright.framework.functions.mesh_variable import placed
+from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
@@ -74,6 +76,7 @@ class _Distributed:
       layout: of its variables.
       updates: how the train step's weight updates are to be sharded; None: not at all.
       options: of `function`.
+      told_uneven: see `StepLayout`.
     """
 
     model: Any
@@ -82,6 +85,7 @@ class _Distributed:
     layout: Layout
     updates: UpdateSharding | None
     options: Mapping[str, Any]
+    told_uneven: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def steps(self, method: str) -> Callable[[Iterator[Any]], Any]:
         """What Keras calls to train, or to evaluate, with the batches of one call."""
@@ -91,7 +95,7 @@ class _Distributed:
             self._check_is_here()
             logs, spec = None, getattr(iterator, "element_spec", None)
             for data in itertools.islice(iterator, self.model.steps_per_execution):
-                logs = step(*_batch(data, spec))
+                logs = step(*batch_of(data, spec))
             if logs is None:
                 raise StopIteration
             return logs
@@ -105,9 +109,10 @@ class _Distributed:
 
         def run(batches):
             self._check_is_here()
-            outputs = [step(*_batch(data)) for data in batches]
+            outputs = [step(*batch_of(data)) for data in batches]
             return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
+        run.step = step
         return run
 
     def step(self, method: str) -> MeshFunction:
@@ -127,7 +132,14 @@ class _Distributed:
         return function(
             step,
             self.mesh,
-            layout=StepLayout(self.layout, self.model, self.mesh, method),
+            layout=StepLayout(
+                layout=self.layout,
+                model=self.model,
+                mesh=self.mesh,
+                method=method,
+                rows=self.mesh.axes_size(self.data_axes),
+                told_uneven=self.told_uneven,
+            ),
             name=method,
             update_sharding=self.updates if method == "train_step" else None,
             **self.options,
@@ -141,11 +153,6 @@ class _Distributed:
         name, devices = self.model.name, self.options.get("devices")
         self._check_runs_compiled()
         jax_mesh(self.mesh, devices)
-        if devices is None and self.mesh.size < jax.device_count():
-            logging.warning(
-                "%s: the mesh (%s) has %d of %d devices; the others are idle",
-                *(name, self.mesh, self.mesh.size, jax.device_count()),
-            )
         Partitioner(self.options.get("partitioner", Partitioner.SHARDY))
         if self.options.get("in_child"):
             check_child(name, devices)
@@ -160,6 +167,15 @@ class _Distributed:
             layout.sharding_of(variable, self.mesh)
         if isinstance(layout, LayoutTable):
             layout.check_matches(variables, name, hint)
+
+    def warn_of_idle_devices(self) -> None:
+        """Unless the mesh is of devices that are planned with."""
+        count = jax.device_count()
+        if self.options.get("devices") is None and self.mesh.size < count:
+            logging.warning(
+                "%s: the mesh (%s) has %d of %d devices; the others are idle",
+                *(self.model.name, self.mesh, self.mesh.size, count),
+            )
 
     def _find_slots(self, layout: LayoutTable) -> str:
         """Has the optimizer make its slots, as `fit` would, if a row could be theirs.
@@ -224,30 +240,6 @@ class _Distributed:
         if any_batch:
             return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
         return leaf
-
-
-def _batch(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
-    """A batch, and whether Keras's own step knows the number of rows of each tensor.
-
-    Keras weighs the losses of several outputs by the batch's size if it is known while
-    the step is traced, and counts batches alike if it is not.
-
-    Args:
-      data: of Keras's iterator; None takes the place of an empty
-        `tf.experimental.Optional`.
-      spec: `tf.TensorSpec`s of the iterator, in the same structure.
-    """
-    data = tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
-    )
-    count = len(tf.nest.flatten(data))
-    if spec is None:
-        return data, (False,) * count
-    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
-    return data, tuple(
-        shape is not None and (shape.rank is None or shape[:1] == [None])
-        for shape in shapes
-    )
 
 
 def distribute(
@@ -317,6 +309,7 @@ def distribute(
     for name, method in _FUNCTIONS.items():
         _replace(made, name, method)
     share_files(model)
+    made.warn_of_idle_devices()
     return model
 
 
@@ -327,16 +320,18 @@ def shardings(model: Any) -> dict[str, Sharding | None]:
       model: a Keras model.
 
     Returns:
-      By path, in Keras's order, the sharding of each variable of the model and its
-      optimizer; None of a variable that no program has used yet. Of variables with the
-      same path, the second has ":1" behind it, the third ":2".
+      By path, the sharding of each variable of the model, in Keras's order, and of each
+      other that a program has used, as of its optimizers; None of a variable of the
+      model that no program has used yet. Of variables with the same path, the second
+      has ":1" behind it, the third ":2".
 
     Raises:
       TypeError: it is no Keras model of the TensorFlow backend.
+      ValueError: no program has used any of its variables yet.
     """
     _check_model(model)
-    values = {path: placed(v) for path, v in by_path(variables_of(model)).items()}
-    return {path: v and v.form and v.form.border for path, v in values.items()}
+    made = (getattr(model, f"{name}_function", None) for name in _FUNCTIONS)
+    return placed_variables(model, [f.step for f in made if hasattr(f, "step")])
 
 
 def program(
@@ -391,7 +386,7 @@ def program(
     data = next(iterator, None)
     if data is None:
         raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
-    return model.train_function.step.program(*_batch(data, iterator.element_spec))
+    return model.train_function.step.program(*batch_of(data, iterator.element_spec))
 
 
 def plan(
@@ -482,7 +477,8 @@ def _replace(made: _Distributed, name: str, method: str) -> None:
             run = made.predict() if name == "predict" else made.steps(method)
             setattr(made.model, attribute, run)
 
-    setattr(made.model, attribute, None)  # Keras's own, of before.
+    delattr(made.model, attribute)  # Keras's own, that TF tracks until it is deleted.
+    setattr(made.model, attribute, None)
     setattr(made.model, f"make_{attribute}", make)
 
 

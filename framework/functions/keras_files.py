@@ -237,10 +237,17 @@ def backup(folder: str | os.PathLike) -> Any:
       The callback.
 
     Raises:
+      NotADirectoryError: the folder is a file.
       ValueError: in `fit`: the model is neither built nor on a mesh; the backup is of
         other variables, by their number or shapes; or it is damaged.
     """
     import keras
+
+    if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
+        raise NotADirectoryError(
+            f"mw.keras.backup: {os.fspath(folder)} is a file: pass a folder, "
+            "which need not exist"
+        )
 
     class Backup(keras.callbacks.Callback):
         wants_variables = True

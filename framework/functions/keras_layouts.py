@@ -1,4 +1,4 @@
-"""Layouts of Keras models: tensor parallelism, plans, and that of a step of `fit`."""
+"""Layouts of Keras models: tensor parallelism, and plans."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import dataclasses
 import enum
 import functools
 import itertools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from absl import logging
 
-from meshwright.framework.functions.keras_files import are_of_keras, variables_of
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
     LayoutTable,
     Replicated,
-    layout_notes,
     path_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sharding.stored_form import StoredForm
 
 _LAYOUTS = ("data", "fsdp", "tensor")
 
@@ -63,7 +58,7 @@ def layout_of(
         return TensorParallel(model, mesh.axis_names[-1])
     if isinstance(layout, Mapping):
         rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
-        return LayoutTable(rows)
+        return LayoutTable(rows, model.name)
     hint = did_you_mean(layout, _LAYOUTS) if isinstance(layout, str) else ""
     raise ValueError(
         f"{model.name}: the layout is {layout!r}{hint + ' Pass' if hint else '; pass'} "
@@ -243,66 +238,6 @@ class Planned(Layout):
             id(weight._value): names_of_dims(tuple(weight.shape), split.get(id(weight)))
             for weight in self.model.variables
         }
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepLayout(Layout):
-    """The layout of a model, for one of its steps.
-
-    Args:
-      layout: of the model's variables.
-      model: the Keras model.
-      mesh: the device mesh.
-      method: that makes the step.
-      is_told: whether what it does was logged.
-    """
-
-    layout: Layout
-    model: Any
-    mesh: DeviceMesh
-    method: str
-    is_told: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
-        """The layout's."""
-        return self.layout.sharding_of(variable, mesh)
-
-    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
-        """The layout's."""
-        return self.layout.reason(variable, mesh)
-
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Compares a table with all variables, which the train step has built.
-
-        The model's come before the optimizer's, so that an error names a weight rather
-        than its slots.
-        """
-        if self.method == "train_step":
-            known = variables_of(self.model)
-            self.layout.check(known, self.model.name)
-            for variable in known:
-                self.layout.sharding_of(variable, self.mesh)
-
-    def keeps(self, variables: Sequence[tf.Variable]) -> bool:
-        """Whether optimizer and metrics made them, of a model of Keras's own parts."""
-        return are_of_keras(self.model, variables)
-
-    def report(
-        self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
-    ) -> None:
-        """Logs once what the layout does to the weights of the train step."""
-        if self.method != "train_step" or self.is_told.is_set():
-            return
-        self.is_told.set()
-        order = {id(v): number for number, v in enumerate(variables_of(self.model))}
-        pairs = sorted(
-            zip(variables, forms, strict=False),
-            key=lambda pair: order.get(id(pair[0]), len(order)),
-        )
-        variables, forms = [v for v, _ in pairs], [form for _, form in pairs]
-        notes, is_lacking = layout_notes(self.layout, self.mesh, variables, forms)
-        level = logging.WARNING if is_lacking else logging.INFO
-        logging.log(level, "%s: %s", self.model.name, notes)
 
 
 NAMES = ("tensor", "fsdp", "other")

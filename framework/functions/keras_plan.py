@@ -1,22 +1,131 @@
-"""What a step of `fit` takes on machines that are not here."""
+"""A step of `fit`: its layout, its variables, what it takes on machines not here."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.roofline import roofline
 from meshwright.framework.compiler.hlo.step_errors import error_text
 from meshwright.framework.compiler.hlo.step_time import StepTime, step_time
 from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.repair.check import reported_to
+from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.hardware import GpuKind, TpuKind
 from meshwright.framework.devices.topology import topology
+from meshwright.framework.functions.function import MeshFunction
+from meshwright.framework.functions.keras_files import are_of_keras, variables_of
+from meshwright.framework.functions.layout import Layout, by_path, layout_notes
+from meshwright.framework.functions.mesh_variable import placed
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.framework.sizes import bytes_text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepLayout(Layout):
+    """The layout of a model, for one of its steps.
+
+    Args:
+      layout: of the model's variables.
+      model: the Keras model.
+      mesh: the device mesh.
+      method: that makes the step.
+      rows: how many devices split the rows of a batch.
+      is_told: whether what it does was logged.
+      told_uneven: whether a warning was of a batch that they do not divide.
+    """
+
+    layout: Layout
+    model: Any
+    mesh: DeviceMesh
+    method: str
+    rows: int
+    told_uneven: threading.Event
+    is_told: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
+        """The layout's."""
+        return self.layout.sharding_of(variable, mesh)
+
+    def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
+        """The layout's."""
+        return self.layout.reason(variable, mesh)
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Compares a table with all variables, which the train step has built.
+
+        The model's come before the optimizer's, so that an error names a weight rather
+        than its slots.
+        """
+        if self.method == "train_step":
+            known = variables_of(self.model)
+            self.layout.check(known, self.model.name)
+            for variable in known:
+                self.layout.sharding_of(variable, self.mesh)
+
+    def keeps(self, variables: Sequence[tf.Variable]) -> bool:
+        """Whether optimizer and metrics made them, of a model of Keras's own parts."""
+        return are_of_keras(self.model, variables)
+
+    def report(
+        self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
+    ) -> None:
+        """Logs once what the layout does to the weights of the train step."""
+        if self.method != "train_step" or self.is_told.is_set():
+            return
+        self.is_told.set()
+        order = {id(v): number for number, v in enumerate(variables_of(self.model))}
+        pairs = sorted(
+            zip(variables, forms, strict=False),
+            key=lambda pair: order.get(id(pair[0]), len(order)),
+        )
+        variables, forms = [v for v, _ in pairs], [form for _, form in pairs]
+        notes, is_lacking = layout_notes(self.layout, self.mesh, variables, forms)
+        level = logging.WARNING if is_lacking else logging.INFO
+        logging.log(level, "%s: %s", self.model.name, notes)
+
+    def compiling(
+        self, specs: Sequence[tf.TensorSpec]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Has repairs for a batch of uneven rows reported with the remedy of Keras.
+
+        Those of ops that split no multiple of these rows unevenly have another cause.
+        """
+        sizes = [spec.shape[0] for spec in specs if spec.shape.rank]
+        uneven = next((size for size in sizes if size % self.rows), None)
+        if uneven is None:
+            return contextlib.nullcontext()
+
+        def report(name: str, repairs: Sequence[Repair]) -> Sequence[Repair]:
+            of_rows = [r for r in repairs if any(n % uneven == 0 for n in r.uneven)]
+            if of_rows:
+                is_told, _ = self.told_uneven.is_set(), self.told_uneven.set()
+                logging.log(
+                    logging.INFO if is_told else logging.WARNING,
+                    "%s: %s has a batch of %d rows, which %d devices do not divide: "
+                    "more is communicated for ops that XLA gets wrong in uneven shards "
+                    "(%d, such as %r). Numbers are right. To save time, pass a "
+                    "batch_size, and so many rows (of validation_data too), that %d "
+                    "divides them",
+                    *(self.model.name, name, uneven, self.rows),
+                    *(len(of_rows), of_rows[0].op_name, self.rows),
+                )
+            return [repair for repair in repairs if repair not in of_rows]
+
+        return reported_to(report)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +181,30 @@ class FitPlan:
         return "\n".join(lines)
 
 
+def batch_of(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
+    """A batch, and whether Keras's own step knows the number of rows of each tensor.
+
+    Keras weighs the losses of several outputs by the batch's size if it is known while
+    the step is traced, and counts batches alike if it is not.
+
+    Args:
+      data: of Keras's iterator; None takes the place of an empty
+        `tf.experimental.Optional`.
+      spec: `tf.TensorSpec`s of the iterator, in the same structure.
+    """
+    data = tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
+    count = len(tf.nest.flatten(data))
+    if spec is None:
+        return data, (False,) * count
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
+    return data, tuple(
+        shape is not None and (shape.rank is None or shape[:1] == [None])
+        for shape in shapes
+    )
+
+
 def check_topology(name: str, mesh: DeviceMesh) -> None:
     """Raises ValueError for an unknown topology, or of another size than the mesh."""
     size = topology(name).size
@@ -80,3 +213,30 @@ def check_topology(name: str, mesh: DeviceMesh) -> None:
             f"topology {name!r} has {size} devices, but the mesh ({mesh}) has "
             f"{mesh.size}: give the mesh a shape whose product is {size}"
         )
+
+
+def placed_variables(
+    model: Any, steps: Sequence[MeshFunction]
+) -> dict[str, Sharding | None]:
+    """The shardings of a Keras model's variables; see `mw.keras.shardings`.
+
+    Args:
+      model: the Keras model.
+      steps: its steps, that may have variables which are not the model's.
+
+    Raises:
+      ValueError: no program has used a variable yet.
+    """
+    own = {id(variable._value) for variable in model.variables}
+    known = {id(v): v for v in variables_of(model)}
+    for step in steps:
+        known |= {id(v): v for v in step.variables if id(v) not in known}
+    known = {key: v for key, v in known.items() if key in own or placed(v)}
+    if not any(map(placed, known.values())):
+        raise ValueError(
+            f"{model.name}: no program has placed its variables yet: call "
+            "mw.keras.distribute, and fit, evaluate or predict, before "
+            "mw.keras.shardings"
+        )
+    values = {path: placed(v) for path, v in by_path(known.values()).items()}
+    return {path: value and value.sharding for path, value in values.items()}

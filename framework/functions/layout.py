@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import gc
@@ -86,6 +87,13 @@ class Layout:
     keeps: Callable[[Sequence[tf.Variable]], bool] | None = None
     """Whether variables that a trace made are there for the next call; see `trace`."""
 
+    def compiling(
+        self, specs: Sequence[tf.TensorSpec]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Is open while a program for arguments of such specs is compiled."""
+        del specs
+        return contextlib.nullcontext()
+
     def report(
         self, variables: Sequence[tf.Variable], forms: Sequence[StoredForm | None]
     ) -> None:
@@ -99,10 +107,12 @@ class LayoutTable(Layout):
     Args:
       rows: regular expressions, and for each what `mesh_split` takes as its
         `dims_mapping`. The first that is in a variable's name applies.
+      owner: name of the model or the function, for messages.
       told: the rows that a warning has named.
     """
 
     rows: Mapping[str, Sequence[Any]]
+    owner: str = "layout"
     told: set[str] = dataclasses.field(default_factory=set, repr=False, compare=False)
 
     def __post_init__(self):
@@ -205,15 +215,15 @@ class LayoutTable(Layout):
         dims = self.rows[pattern]
         if len(dims) != rank:
             raise ValueError(
-                f"layout row {pattern!r} has {len(dims)} entries, and matches "
-                f"{path!r}, which has {rank} dims: narrow the expression, or put a row "
-                "for that variable before it"
+                f"{self.owner}: layout row {pattern!r} has {len(dims)} entries, and "
+                f"matches {path!r}, which has {rank} dims: narrow the expression, or "
+                "put a row for that variable before it"
             )
         try:
             return Sharding.from_dims_mapping(mesh, dims, rank)
         except ValueError as error:
             raise ValueError(
-                f"layout row {pattern!r} for variable {path!r} of shape "
+                f"{self.owner}: layout row {pattern!r} for variable {path!r} of shape "
                 f"{tuple(variable.shape)}: {error}"
             ) from None
 

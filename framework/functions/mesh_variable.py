@@ -18,6 +18,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function.concrete_function import (
+    ConcreteFunction,
+)
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
@@ -26,6 +29,9 @@ from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import check_same, to_host
 from meshwright.framework.functions.layout import path_of
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.plan import as_axes
+from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 LOCK = threading.RLock()
@@ -35,6 +41,12 @@ _SILENT = threading.local()
 _OURS = "_meshwright_traced"
 _VALUE = "_meshwright_value"
 _WRITES = ("assign", "assign_add", "assign_sub")
+_BY_KERAS = (
+    "multi_step_on_iterator",
+    "one_step_on_data",
+    "one_step_on_data_distributed",
+    "multi_step_on_data",
+)
 # Of what is in place of a value that is on the mesh: no variable has it.
 _STALE_SHAPE = (1, 1, 1, 1, 1, 1, 1, 1, 1, 2)
 
@@ -47,6 +59,7 @@ class MeshValue:
       variable: the variable.
       array: its value on the mesh, in stored form; None before a program used it.
       form: the stored form of `array`; None: its logical shape.
+      mesh: of the program that took it last.
       given_by: name of the program that gave it its sharding, "" if completion did.
       on_host: whether TF's own copy is the value.
       on_mesh: whether `array` is the value.
@@ -59,6 +72,7 @@ class MeshValue:
     variable: weakref.ref
     array: jax.Array | None = None
     form: StoredForm | None = None
+    mesh: DeviceMesh | None = None
     given_by: str = ""
     on_host: bool = True
     on_mesh: bool = False
@@ -83,9 +97,21 @@ class MeshValue:
         elif not self.array.sharding.is_equivalent_to(sharding, self.array.ndim):
             with wide_elements():
                 self.array = jax.device_put(self.array, sharding)
-        self.form, self.on_mesh = form, True
+        self.form, self.mesh, self.on_mesh = form, program.mesh, True
         self.given_by = (form.kept_from or program.name) if form else ""
         return self.array
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the programs keep the value, once one has placed it."""
+        if self.form is not None:
+            return self.form.border
+        whole = Sharding.replicated(self.mesh, self.array.ndim).dims
+        if self.array.sharding.is_fully_replicated:
+            return Sharding(self.mesh, whole)
+        # JAX may leave out the last dims if they are whole.
+        dims = tuple(map(as_axes, self.array.sharding.spec))
+        return Sharding(self.mesh, dims + whole[len(dims) :])
 
     @property
     def stays_on_mesh(self) -> bool:
@@ -330,15 +356,37 @@ def note_readers(variables: Iterable[tf.Variable]) -> None:
     """Finds other functions that captured the variables before they were on a mesh."""
     by_handle = {id(handle_of(variable)): value_of(variable) for variable in variables}
     gc.collect()  # TF's function that initialized them is garbage, and a cycle.
-    for graph in gc.get_objects():
-        if isinstance(graph, FuncGraph) and not is_ours(graph):
+    # By `type`: `isinstance` asks a proxy for the class of an object that may be gone.
+    objects = gc.get_objects()
+    functions = (f for f in objects if issubclass(type(f), ConcreteFunction))
+    callable_ids = {id(function.graph) for function in functions}
+    for graph in objects:
+        if issubclass(type(graph), FuncGraph) and not is_ours(graph):
             for outside, _ in graph.captures:
-                if id(outside) in by_handle:
+                if id(outside) in by_handle and _can_run(graph, callable_ids):
                     _note_reader(by_handle[id(outside)], graph)
 
 
+def _can_run(graph: FuncGraph, callable_ids: set[int]) -> bool:
+    """Whether a function lives that runs a graph, or a graph around it.
+
+    TF's registry of gradients keeps the graph of a function with a `tf.custom_gradient`
+    for ever.
+
+    Args:
+      graph: the graph.
+      callable_ids: `id`s of the graphs that functions have.
+    """
+    while isinstance(graph, FuncGraph):
+        is_being_traced = graph.structured_outputs is None and not graph.outputs
+        if id(graph) in callable_ids or is_being_traced:
+            return True
+        graph = graph.outer_graph
+    return False
+
+
 def _note_reader(value: MeshValue, graph) -> None:
-    name = getattr(graph, "name", "of a graph")
+    name = _name_of(graph)
     # Keras makes its functions anew for each `compile` and export.
     kind = re.sub(r"_\d+$", "", name)
     if getattr(_SILENT, "is_on", False):
@@ -346,17 +394,29 @@ def _note_reader(value: MeshValue, graph) -> None:
         value.to_host()
         return
     if graph not in _TOLD and kind not in value.told:
+        remedy = "Make it a meshwright function too, or drop it"
+        if name in _BY_KERAS:
+            remedy = (
+                "Keras compiled it before mw.keras.distribute: drop what still holds "
+                "it, such as a name for model.train_function"
+            )
         logging.warning(
             "the function %r reads variable %r and perhaps others, and does not run on "
             "the mesh: their values are copied to the host after each call of a "
-            "program. Make it a meshwright function too",
-            name,
-            path_of(value.variable()),
+            "program. %s",
+            *(name, path_of(value.variable()), remedy),
         )
     _TOLD.add(graph)
     value.told.add(kind)
     value.readers.add(graph)
     value.to_host()
+
+
+def _name_of(graph) -> str:
+    """The name of a graph's function, not of a branch in it."""
+    while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
+        graph = graph.outer_graph
+    return getattr(graph, "name", "of a graph")
 
 
 @contextlib.contextmanager

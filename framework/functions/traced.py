@@ -45,6 +45,11 @@ TRACING = threading.RLock()
 """Held while a function is traced, and taken before the locks of `tf.function`s in it,
 before that of values too: a thread that traces such a function may wait for a value."""
 _SAME_VALUES = ("Identity", "PlaceholderWithDefault", "Reshape", "XlaSharding")
+_READINGS = (
+    "'SymbolicTensor' object has no attribute 'numpy'",
+    "numpy() is only available when eager execution is enabled",  # A variable's.
+    "Cannot convert a symbolic tf.Tensor",
+)
 _TRACES = itertools.count(-1, -1)  # No object's `id`, which TF puts in their place.
 
 
@@ -119,9 +124,10 @@ def trace(
         out; a trace whose variables are all kept is the last. None: it is not known.
 
     Raises:
-      LoweringError: it reads a resource that is no variable, returns something else
-        than tensors of numbers, cuts the imaginary part off an argument, or makes a
-        variable whose initial value depends on arguments.
+      LoweringError: Python code of it reads a tensor's value; it reads a resource that
+        is no variable, returns something else than tensors of numbers, cuts the
+        imaginary part off an argument, or makes a variable whose initial value depends
+        on arguments.
     """
     fn, checks = converted(fn), Checks()
 
@@ -154,6 +160,9 @@ def trace(
             f"arguments, or on tensors that it computes: {first_line(error)}. Give the "
             "variable a value that is known outside, such as zeros, and assign it"
         ) from error
+    except (AttributeError, NotImplementedError) as error:
+        _refuse_reading(name, error)
+        raise
     _check_results(name, concrete.structured_outputs)
     _check_casts(
         name,
@@ -180,6 +189,17 @@ def trace(
         constants=constants,
         checks=checks,
     )
+
+
+def _refuse_reading(name: str, error: Exception) -> None:
+    """Raises LoweringError if TF's error is that Python code reads a tensor's value."""
+    if any(message in str(error) for message in _READINGS):
+        raise LoweringError(
+            f"{name}: Python code reads the value of a tensor or variable, by .numpy() "
+            "or a NumPy function, while the function is traced, when it has none yet: "
+            "use TF ops, or in a Keras layer keras.ops. TF's error: "
+            f"{str(error).strip()}"
+        ) from error
 
 
 def _check_results(name: str, results: Any) -> None:

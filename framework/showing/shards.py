@@ -133,10 +133,15 @@ def visualize(array: jax.Array | tf.Variable) -> ShardPicture:
     if variable := placed(getattr(array, "value", None)) or placed(array):
         array = variable.array
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        how = "program.shard(...) puts host arrays onto a mesh"
+        if isinstance(getattr(array, "_value", array), tf.Variable):
+            how += (
+                ". A variable comes onto the mesh with the first call of a program "
+                "that has it: for a Keras model call fit, evaluate or predict first"
+            )
         raise TypeError(
             "visualize takes an array on devices, as a program returns it; this is of "
-            f"type {type(array).__name__}: program.shard(...) puts host arrays onto a "
-            "mesh, the first call of a program its variables"
+            f"type {type(array).__name__}: {how}"
         )
     holders: dict[tuple, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():

@@ -10,6 +10,8 @@ the layouts of others: hence the rounds.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from absl import logging
@@ -200,8 +202,30 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
             f"would be laid out otherwise at a cost:\n  {listed}\n{_REMEDY}, or "
             "compile with strict=False"
         )
-    for repair in costly:
+    for repair in _REPORT.get()(name, costly):
         logging.warning("%s: %s. %s", name, repair, _REMEDY)
+
+
+_REPORT = contextvars.ContextVar(
+    "report of costly repairs", default=lambda name, repairs: repairs
+)
+
+
+@contextlib.contextmanager
+def reported_to(
+    report: Callable[[str, Sequence[Repair]], Sequence[Repair]],
+) -> Iterator[None]:
+    """Has others than annotations of tensors be the remedy that a warning names.
+
+    Args:
+      report: is given the program's name, and the repairs that cost communication, and
+        returns those of which a warning is due nevertheless.
+    """
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
 
 
 def _is_guarded(op) -> bool:

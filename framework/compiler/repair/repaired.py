@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from meshwright.framework.compiler.lowering.sources import Source, Sources, program_name
@@ -53,6 +54,18 @@ class Repair:
     def is_costly(self) -> bool:
         """Whether devices receive more than halos because of the repair."""
         return self.bytes > self.halos and not self.fault.is_slow
+
+    @property
+    def uneven(self) -> set[int]:
+        """Sizes of dims that the completed shardings split into unequal shards."""
+        shapes = [map(int, re.findall(r"\d+", t.split("[")[1])) for t in self.types]
+        return {
+            size
+            for shape, sharding in zip(shapes, self.before, strict=True)
+            if sharding is not None
+            for size, shards in zip(shape, sharding.splits(), strict=True)
+            if size % shards
+        }
 
     def changes(self) -> Iterator[tuple[str, Sharding | None, Sharding]]:
         """("operand 0 f32[8,4]", before, after) of each tensor that is resharded."""

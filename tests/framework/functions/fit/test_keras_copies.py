@@ -1,9 +1,11 @@
 """What `fit` copies between the host and the mesh, and what memory the host keeps."""
 
 import ctypes
+import functools
 import gc
 import pathlib
 import re
+import weakref
 
 import keras
 import numpy as np
@@ -53,6 +55,59 @@ def test_a_hundred_steps_move_batches_and_metrics_alone(monkeypatch):
     assert resident() - before < 2**24
     model.layers[0].kernel.numpy()  # The watch sees what moves.
     assert (6, 16) in fetched
+
+
+def test_a_model_that_was_used_before_it_is_on_a_mesh_has_no_other_readers(caplog):
+    layers = [keras.layers.Input((6,)), *map(keras.layers.Dense, (16, 3))]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)  # The loss has a custom gradient, which TF registers.
+    model.fit(X, Y, batch_size=40, verbose=0)
+    model.predict(X, verbose=0)
+    step = model.predict_function
+    mw.keras.distribute(model, MESH, "fsdp")
+    model.fit(X, Y, batch_size=40, verbose=0)
+    assert "drop what still holds it, such as a name for model" in caplog.text
+    caplog.clear()
+    del step
+    model.fit(X, Y, batch_size=80, verbose=0)
+    assert not any(value_of(v._value).on_host for v in model.variables[:4])
+    assert "reads variable" not in caplog.text
+
+
+def test_what_still_runs_elsewhere_reads_what_the_mesh_wrote(tmp_path):
+    """Functions that only a list, a data set, a tape or a file's signatures hold."""
+    v = tf.Variable(tf.range(8.0), name="shared")
+
+    def total():
+        return tf.reduce_sum(v)
+
+    held = [tf.function(total).get_concrete_function()]
+    data = iter(tf.data.Dataset.from_tensors(0).map(lambda _: total()))
+    root = tf.Module()
+    root.v = v
+    tf.saved_model.save(root, tmp_path, signatures=held[0])
+    loaded = tf.saved_model.load(tmp_path)
+    signature, other = loaded.signatures["serving_default"], loaded.v
+    del loaded, root
+    x = tf.ones([8])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.function(tf.recompute_grad(lambda a: a * a * v))(x)
+    gone = type("Gone", (), {})()
+    proxies = [weakref.proxy(gone)]  # Python's collector lists them too.
+    del gone
+
+    @functools.partial(mw.function, mesh=MESH, layout={".*": ["data"]})
+    def add():
+        v.assign_add(tf.ones([8]))
+        other.assign_add(tf.ones([8]))
+
+    add()
+    assert proxies
+    assert held[0]().numpy() == next(data).numpy() == 36
+    assert [t.numpy() for t in signature().values()] == [36]
+    np.testing.assert_array_equal(tape.gradient(y, x), 2 * np.arange(1.0, 9))
 
 
 def test_a_model_that_only_predicts_leaves_no_copy_on_the_host():

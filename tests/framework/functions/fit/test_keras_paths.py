@@ -5,6 +5,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import meshwright.framework as mw
 from meshwright.framework.functions.keras_layouts import split_weights
@@ -201,16 +202,79 @@ def test_where_variables_are():
     model = compiled("called")
     mw.keras.distribute(model, MESH, "fsdp")
     kernel = model.first.up.kernel
-    assert mw.keras.shardings(model)[kernel.path] is None
-    with pytest.raises(TypeError, match="the first call of a program its variables"):
+    with pytest.raises(ValueError, match="sub: no program has placed its variables"):
+        mw.keras.shardings(model)
+    with pytest.raises(TypeError, match="call fit, evaluate or predict first"):
         mw.visualize(kernel)
     fitted(model)
     placed = mw.keras.shardings(model)
-    assert [*placed] == [v.path for v in (*model.variables, *model.optimizer.variables)]
+    paths = [v.path for v in (*model.variables, *model.optimizer.variables)]
+    assert [*placed][: len(paths)] == paths  # Then those of metrics.
     split = {path: str(sharding) for path, sharding in placed.items()}
     assert split[kernel.path] == "[_,data.model]"
     assert mw.visualize(kernel).across == "dim 1 in 8 (data, model)"
     assert str(mw.visualize(kernel.value)) == str(mw.visualize(kernel))
+
+
+class Game(keras.Model):
+    """Two networks, each with an optimizer that the model does not know as its own."""
+
+    def __init__(self):
+        super().__init__(name="game")
+        self.first = LAYERS.Dense(8, name="first")
+        self.second = LAYERS.Dense(4, name="second")
+        self.unused = LAYERS.Dense(4, name="unused")
+        self.unused.build((None, 4))
+        self.of_first = keras.optimizers.Adam(name="of_first")
+        self.of_second = keras.optimizers.SGD(momentum=0.9, name="of_second")
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(self(data[0]) ** 2)
+        for layer, by in ((self.first, self.of_first), (self.second, self.of_second)):
+            weights = layer.trainable_variables
+            by.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("partitioner", list(mw.Partitioner))
+def test_slots_of_several_optimizers_are_among_the_shardings(partitioner):
+    model = Game()
+    model.compile("adam")  # Which it does not use.
+    mw.keras.distribute(
+        model, MESH, {"first/kernel": [None, "model"]}, partitioner=partitioner
+    )
+    model.predict(X, verbose=0)
+    of_weights = {
+        "game/first/kernel": "[_,model]",
+        "game/first/bias": "[model]",
+        "game/second/kernel": "[model,_]",
+        "game/second/bias": "[_]",
+        "unused/kernel": "None",
+        "unused/bias": "None",
+    }
+    assert shown(model) == of_weights
+    model.fit(X, Y, verbose=0)
+    slots = {k: v for k, v in shown(model).items() if k not in of_weights}
+    ends = [f"{w}_{s}" for w in ("kernel", "bias") for s in ("momentum", "velocity")]
+    assert {*slots} == {
+        *(f"of_first/game_first_{end}" for end in ends),
+        *(f"of_second/game_second_{w}_momentum" for w in ("kernel", "bias")),
+        *(f"of_{n}/{v}" for n in ("first", "second") for v in VALUES),
+    }
+    assert slots["of_first/game_first_kernel_velocity"] == "[_,model]"
+    assert slots["of_second/game_second_kernel_momentum"] == "[model,_]"
+    assert slots["of_first/learning_rate"] == "[]"
+
+
+VALUES = ("iteration", "learning_rate")
+
+
+def shown(model):
+    return {path: str(lies) for path, lies in mw.keras.shardings(model).items()}
 
 
 def test_variables_of_one_path_are_numbered():
@@ -228,8 +292,7 @@ def test_variables_of_one_path_are_numbered():
     model = Twice()
     mw.keras.distribute(model, MESH, "fsdp")
     model.predict(np.ones((8, 12), np.float32), verbose=0)
-    placed = {path: str(lies) for path, lies in mw.keras.shardings(model).items()}
-    assert placed == {
+    assert shown(model) == {
         "twice/same/kernel": "[_,data.model]",
         "twice/same/bias": "[data.model]",
         "twice/same/kernel:1": "[data.model,_]",

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import tqdm
 
 from meshwright.framework.compiler.stablehlo.shardy.named_module import CompletionError
 from meshwright.framework.devices.device_order import device_order
@@ -84,6 +85,21 @@ class Progress:
     propagated: int
     best: float | None
     floor: float
+
+    def show(self, bar: tqdm.tqdm, unit: str) -> None:
+        """Moves a bar of the plans propagated.
+
+        Args:
+          bar: the bar.
+          unit: what the times are, in thousandths.
+        """
+        best = "none fits" if self.best is None else f"{1e3 * self.best:.4g}"
+        bar.set_postfix_str(
+            f"{self.considered} considered, best {best} {unit}, none below "
+            f"{1e3 * self.floor:.4g}",
+            refresh=False,
+        )
+        bar.update(self.propagated - bar.n)
 
 
 class Finder:

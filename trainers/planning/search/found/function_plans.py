@@ -48,6 +48,7 @@ from meshwright.trainers.planning.search.found.named_function import (
     names_by_path,
 )
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
+from meshwright.trainers.startup.messages import progress_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,8 @@ def search(
 ) -> FunctionPlan:
     """Looks for the split of a function's arguments that takes least time.
 
+    A bar, or log lines, say how far it is.
+
     Args:
       fn: a pure function of tensors, such as a step from weights to weights.
       args: for each argument a nest of `tf.TensorSpec`.
@@ -147,15 +150,17 @@ def search(
         raise ValueError(f"TPU topology {on!r} has one device: nothing can be split")
     named = NamedFunction(fn, args, results_like, names)
     finder = Finder([named.step], [1.0], torus, most_axes=most_axes)
-    finder.run([], most=most)
+    with progress_bar(most, "propagating") as bar:
+        finder.run([], most=most, tell=lambda made: made.show(bar, "ms"))
     best = finder.best()
     if best is None:
         raise _nothing_fits(fn, len(finder.found), on)
     if not compiled:
         return function_plan(named, finder, plainest(finder, best))
+    fastest = distinct(finder, compiled)
     plans = [
         compiled_plan(fn, function_plan(named, finder, plainest(finder, found)), torus)
-        for found in distinct(finder, compiled)
+        for found in progress_bar(len(fastest), "compiling", iterable=fastest)
     ]
     fits = [plan for plan in plans if plan is not None]
     if not fits:

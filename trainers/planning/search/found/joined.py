@@ -9,8 +9,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import tqdm
-
 from meshwright.framework.compiler.stablehlo.shardy.named_module import OnePlanError
 from meshwright.trainers.experiment import config
 from meshwright.trainers.planning.search import plan_cache
@@ -71,7 +69,9 @@ def with_found(
             )
             return screened
         with progress_bar(most, "propagating") as bar:
-            finder.find(starts, most=most, tell=lambda made: _tell(bar, made))
+            finder.find(
+                starts, most=most, tell=lambda made: made.show(bar, "ms/example")
+            )
         files = [_priced(finder, scored) for scored in screened.promising]
         found = list(_found(space, finder, files))
     scored = sorted([*files, *found], key=promise)
@@ -135,16 +135,6 @@ def _finder(space: SearchSpace, known: Known) -> PlanFinder:
             known=known,
             tell=lambda count: bar.update(count - bar.n),
         )
-
-
-def _tell(bar: tqdm.tqdm, made: Progress) -> None:
-    best = "none fits" if made.best is None else f"{1e3 * made.best:.4g}"
-    bar.set_postfix_str(
-        f"{made.considered} considered, best {best} ms/example, none below "
-        f"{1e3 * made.floor:.4g}",
-        refresh=False,
-    )
-    bar.update(made.propagated - bar.n)
 
 
 def _priced(finder: PlanFinder, scored: ScoredCandidate) -> ScoredCandidate:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from meshwright.framework.compiler.lowering.errors import leaves_of
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap, as_key
+from meshwright.framework.sharding.mesh import did_you_mean
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.planning.search.found.function_plans import (
     FunctionPlan,
@@ -78,24 +79,51 @@ class KerasPlan:
         return "\n".join([first, f"  batch: {'.'.join(self.data_axes) or '-'}", *lines])
 
 
-def search_keras(model: Any, batch: Sequence[Any], on: str, **how: Any) -> KerasPlan:
+_OPTIONS = {
+    "most": "plans propagated at most",
+    "most_axes": "mesh axes at most",
+    "compiled": "how many of the fastest are compiled",
+}
+
+
+def search_keras(
+    model: Any,
+    batch: Sequence[Any],
+    on: str,
+    *,
+    most: int = 300,
+    most_axes: int = 2,
+    compiled: int = 0,
+    **unknown: Any,
+) -> KerasPlan:
     """Looks for the layout of a Keras model with which a step of `fit` is fastest.
 
     A step has the loss, its gradients and the optimizer's updates. Weights of layers
     that differ in their number alone are split alike, optimizer slots as their weights;
-    what has a single dim is left to propagation.
+    what has a single dim is left to propagation. A bar, or log lines, tell of progress.
 
     Args:
       model: a Keras 3 model of the TensorFlow backend, built and compiled.
       batch: the model's input and labels, nests of `tf.TensorSpec` whose first dim is
         the batch.
       on: name of a TPU topology, as in `--topology`.
-      **how: `most`, `most_axes` and `compiled` of `function_plans.search`.
+      most: plans propagated at most.
+      most_axes: mesh axes at most.
+      compiled: how many of the fastest are compiled, of which the fastest is taken; 0:
+        propagation decides, and libtpu is not needed.
+      **unknown: refused.
 
     Raises:
+      TypeError: an unknown option.
       ValueError: the model is not built, or has no optimizer; see `search` for others.
       LoweringError, ImportError: see `search`.
     """
+    for option in unknown:
+        listed = ", ".join(f"{name} ({what})" for name, what in _OPTIONS.items())
+        raise TypeError(
+            f"{model.name}: search_keras has no option {option!r}"
+            f"{did_you_mean(option, (*_OPTIONS,))}; it has {listed}"
+        )
     if not model.built or getattr(model, "optimizer", None) is None:
         raise ValueError(
             f"{model.name}: its weights and optimizer are part of what is searched: "
@@ -108,7 +136,9 @@ def search_keras(model: Any, batch: Sequence[Any], on: str, **how: Any) -> Keras
         on,
         results_like=function.count,
         names=function.names,
-        **how,
+        most=most,
+        most_axes=most_axes,
+        compiled=compiled,
     )
     return KerasPlan(found=found, paths=function.paths)
 

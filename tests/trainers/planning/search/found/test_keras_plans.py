@@ -1,5 +1,7 @@
 """Layouts of Keras models that no file knows."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -36,8 +38,10 @@ def search_with(rows, **how):
     return search_keras(model(), batch, "v3:2x2", most=40, **how)
 
 
-def test_a_large_batch_is_split():
-    found = search_with(65536)
+def test_a_large_batch_is_split(caplog):
+    with caplog.at_level("INFO", "absl"):
+        found = search_with(65536)
+    assert re.search("propagating: .*considered, best .* ms, none below", caplog.text)
     assert found.mesh.axes_size(found.data_axes) == 8
     assert found.found.progress.propagated <= 40
     first, batch, *rest = found.text().splitlines()
@@ -77,3 +81,18 @@ def test_what_is_not_compiled_is_refused():
     made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     with pytest.raises(ValueError, match="build and compile it first"):
         search_keras(made, (tf.TensorSpec([8, 4]), tf.TensorSpec([8])), "v3:2x2")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "propagated",
+            r"'propagated'; it has most \(plans propagated at most\),",
+        ),
+        ("compile", "sized: search_keras has no option 'compile'; did you mean 'c"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_those_there_are(option, message):
+    with pytest.raises(TypeError, match=message):
+        search_with(ROWS, **{option: 40})

@@ -1,0 +1,114 @@
+"""What `fit` on a mesh tells a user of Keras."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import meshwright.framework as mw
+
+LAYERS = keras.layers
+MESH = mw.DeviceMesh(("data", "model"), (2, 4))
+
+
+def words(rows):
+    """A model whose lookup XLA gets wrong in shards of unequal size, and data."""
+    layers = [LAYERS.Input((5,)), LAYERS.Embedding(16, 8), LAYERS.Flatten()]
+    model = keras.Sequential([*layers, LAYERS.Dense(4)], name="words")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, jit_compile=True)
+    ids = np.random.default_rng(0).integers(0, 16, (rows, 5))
+    return model, ids, np.arange(rows) % 4
+
+
+@pytest.mark.parametrize("partitioner", list(mw.Partitioner))
+def test_rows_that_devices_do_not_divide_are_told_once(partitioner, caplog):
+    model, x, y = words(19)
+    table = {"embeddings": ["data", None]}
+    axes = ("data", "model")
+    mw.keras.distribute(model, MESH, table, data_axes=axes, partitioner=partitioner)
+    model.fit(x, y, batch_size=16, verbose=0, validation_data=(x[:11], y[:11]))
+    told = [text for text in caplog.messages if "XLA" in text or "divide" in text]
+    assert len(told) == 1
+    assert "words: train_step has a batch of 3 rows, which 8 devices do not" in told[0]
+    assert "pass a batch_size, and so many rows" in told[0]
+
+
+class Turned(LAYERS.Layer):
+    """Has an op that XLA gets wrong whatever the batch."""
+
+    def build(self, shape):
+        del shape
+        self.table = self.add_weight(shape=(16, 8), name="table")
+
+    def call(self, x):
+        ids = mw.mesh_split(tf.range(21) % 16, MESH, [("data", "model")])
+        return x + tf.reduce_sum(tf.gather(self.table, ids) ** 2)
+
+
+def test_uneven_rows_are_not_blamed_for_other_ops(caplog):
+    model = keras.Sequential([LAYERS.Input((4,)), Turned()])
+    model.compile("sgd", "mse", jit_compile=True)
+    mw.keras.distribute(model, MESH, {"table": ["data", None]})
+    model.predict(np.ones([19, 4]), verbose=0)
+    assert "GatherV2" in caplog.text
+    assert "Annotate these tensors" in caplog.text
+    assert "rows, which" not in caplog.text
+
+
+class Reads(LAYERS.Layer):
+    """Reads a value while it is traced."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def call(self, x):
+        return x * self.read(x)
+
+
+KEPT = tf.Variable(2.0, name="kept_outside")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.numpy().max(), lambda x: np.asarray(x), lambda x: KEPT.numpy()],
+)
+def test_a_layer_that_reads_values_is_told_of_keras_ops(read):
+    model = keras.Sequential([LAYERS.Dense(4), Reads(read)])
+    model.compile("sgd", "mse")
+    mw.keras.distribute(model, MESH)
+    with pytest.raises(
+        mw.LoweringError, match=r"by .numpy\(\) .* use TF ops, or .*ker"
+    ):
+        model.fit(np.ones([8, 4]), np.ones([8, 4]), verbose=0)
+
+
+def test_an_error_of_an_object_that_is_no_tensor_stays_as_it_is():
+    model = keras.Sequential([LAYERS.Dense(4), Reads(lambda x: object().numpy)])
+    model.compile("sgd", "mse")
+    mw.keras.distribute(model, MESH)
+    with pytest.raises(AttributeError, match="'object' object has no attribute"):
+        model.predict(np.ones([8, 4]), verbose=0)
+
+
+def test_a_row_of_another_rank_names_the_model_and_warns_of_no_idle_devices(caplog):
+    model, *_ = words(8)
+    one = mw.DeviceMesh(("data",), (1,))
+    with pytest.raises(ValueError, match="words: layout row 'kernel' has 1 entries"):
+        mw.keras.distribute(model, one, {"kernel": ["data"]})
+    assert "idle" not in caplog.text
+    mw.keras.distribute(model, one)
+    assert "words: the mesh (data=1) has 1 of 8 devices; the others are" in caplog.text
+
+
+def test_a_backup_in_place_of_a_file_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is a file: pass a folder"):
+        mw.keras.backup(tmp_path / "file")
+    mw.keras.backup(tmp_path / "none")
+
+
+def test_a_variable_that_is_not_on_a_mesh_cannot_be_drawn():
+    with pytest.raises(TypeError, match="for a Keras model call fit"):
+        mw.visualize(tf.Variable([1.0]))
