@@ -88,7 +88,8 @@ def message(text: str) -> str:
         return text + did_you_mean(match[2], parameters)
     if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
         name = match[1].rsplit("/", 1)[-1]
-        if here := of_t5x.of_class(name):
+        bound = re.search(rf"\b{re.escape(name)}(\.\w+)? *=", text)
+        if here := of_t5x.of_class(name + (bound and bound[1] or "")):
             return f"{text}\n  {here}."
         known = _suffixes(gin.config._REGISTRY, like=name)
         text += did_you_mean(name, known)
