@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 import jax
 
@@ -112,12 +114,28 @@ def _train_or_evaluate(
             print("Held-out:", evaluation.format_metrics(metrics))
             return None
         start = time.time()
-        result = loop.train_and_evaluate(programs, run, peers)
+        result = loop.train_and_evaluate(programs, run, peers, _leave)
         _print_result(experiment.task, result, time.time() - start)
-    if result.stop == signal.SIGINT:
-        return cli.INTERRUPTED
     is_done = result.stop is None or result.step >= experiment.num_steps
-    return None if is_done else train_flags.STOPPED_STATUS.value
+    if is_done and result.stop != signal.SIGINT:
+        return None
+    return _status_after(result.stop)
+
+
+def _status_after(stop: int) -> int:
+    """The exit status of a training that a signal ended."""
+    if stop == signal.SIGINT:
+        return cli.INTERRUPTED
+    return train_flags.STOPPED_STATUS.value
+
+
+def _leave(stop: int) -> NoReturn:
+    """Ends the process before its first step, whatever its main thread is doing."""
+    name = signal.Signals(stop).name
+    text = f"Stopped by {name} before the first step: this run trained nothing.\n"
+    with contextlib.suppress(OSError):
+        os.write(sys.__stdout__.fileno(), text.encode())
+    os._exit(_status_after(stop))
 
 
 def _check_has_a_start(experiment: Experiment, run: loop.Run) -> None:

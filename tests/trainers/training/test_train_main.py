@@ -245,10 +245,13 @@ def test_status_after_a_signal(
 
 
 def test_a_signal_before_the_first_step(compiled, tmp_path, monkeypatch, capfd):
+    """One of several processes stops where the others stop too."""
+
     def stop(programs):
         signal.raise_signal(signal.SIGTERM)
         return []
 
+    monkeypatch.setattr(training_main, "_leave", None)
     monkeypatch.setattr(training_main.loop, "start_notes", stop)
     monkeypatch.delattr(training_main.loop._Loop, "_compiled_main")
     assert call_main(tmp_path, stopped_status="75") == 75
@@ -320,6 +323,24 @@ def test_command_fails_with_one_message(tmp_path):
         "--device_count=8\n(--traceback shows where)\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_command_ended_by_sigterm_before_its_first_step(tmp_path):
+    process = start(tmp_path, "MESH_SHAPE = (2, 1)", device_count=2)
+    try:
+        while "tracing the training program" not in process.stderr.readline():
+            assert process.poll() is None
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert time.monotonic() - begin < 2
+    assert out.endswith(
+        "\nStopped by SIGTERM before the first step: this run trained nothing.\n"
+    )
+    assert saved_steps(tmp_path) == []
 
 
 def test_command_ended_by_sigterm_goes_on_later(tmp_path):
