@@ -202,7 +202,7 @@ class _Loop:
         if self.run.evaluate:
             check_held_out(self.experiment)
         trace(self.programs)
-        self.programs.warn_of_unknown_dims()
+        self.programs.check_dims_of_plan()
         for line in start_notes(self.programs):
             log_line("%s", line)
         replicated = replication.report_text(self._replicated())

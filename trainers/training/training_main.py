@@ -85,7 +85,7 @@ def _dry_run(experiment: Experiment) -> None:
     batch = experiment.task.batch_spec(experiment.global_batch)
     for path, spec in batch.items_by_path():
         print(f"  batch.{path}: {spec.dtype.name} {list(spec.shape)}")
-    programs.warn_of_unknown_dims()
+    programs.check_dims_of_plan()
     for line in start_notes(programs):
         print(line)
     print("The training program was traced. Nothing was read, compiled or written.")

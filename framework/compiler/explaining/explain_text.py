@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 10
 _WIDTH = 80
-_BITS = "u32"
+RANDOM_BITS = "u32"
 """The dtype of random bits."""
 # Widths for a tensor's name, type and sharding; the rest says where it comes from.
 _COLUMNS = (34, 17, 12)
@@ -222,7 +222,7 @@ def _tensors(
     for heading, tensors in by_heading.items():
         yield heading
         listed = [tensor for tensor in tensors if id(tensor) not in settled]
-        groups = [[t] for t in listed] if is_filtered else _folded(listed)
+        groups = [[t] for t in listed] if is_filtered else folded(listed)
         for tensor, *others in groups:
             yield from _tensor_lines(tensor, has_reasons=has_reasons)
             yield from _others(others)
@@ -232,9 +232,10 @@ def _tensors(
         yield ""
 
 
-def _others(folded: Sequence[TensorReport]) -> Iterator[str]:
-    if folded:
-        yield f"      and {counted(len(folded), f'more {_BITS} tensor')} of this line"
+def _others(others: Sequence[TensorReport]) -> Iterator[str]:
+    if others:
+        more = counted(len(others), f"more {RANDOM_BITS} tensor")
+        yield f"      and {more} of this line"
 
 
 def _settled(tensors: Sequence[TensorReport]) -> set[int]:
@@ -254,14 +255,14 @@ def _settled(tensors: Sequence[TensorReport]) -> set[int]:
     return {id(t) for t in state if how(t) in arguments}
 
 
-def _folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
+def folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
     """Tensors, those together that are random bits of one line, the largest first.
 
     The generator takes some hundred ops on the bits of a dropout's mask.
     """
     groups: dict[tuple, list[TensorReport]] = {}
     for tensor in tensors:
-        is_bits = tensor.dtype == _BITS and tensor.source is not None
+        is_bits = tensor.dtype == RANDOM_BITS and tensor.source is not None
         is_alone = tensor.annotated or tensor.collectives or not is_bits
         how = str(tensor.source), str(tensor.sharding), tensor.why_replicated
         key = (id(tensor),) if is_alone else how
@@ -279,7 +280,7 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
     def is_named(t: TensorReport) -> bool:
         return t.kind.value != "inside" or t.annotated or bool(t.collectives)
 
-    others = _folded(t for t in tensors if not is_named(t))
+    others = folded(t for t in tensors if not is_named(t))
     others.sort(key=lambda group: -group[0].bytes)
     largest = {id(tensor) for group in others[:_LARGEST] for tensor in group}
     return [t for t in tensors if is_named(t) or id(t) in largest]
@@ -398,7 +399,7 @@ def _replicated(tensors: list[TensorReport], settled: Collection[int]) -> Iterat
     total = bytes_text(sum(tensor.bytes for tensor in tensors))
     yield f"Left replicated: {counted(len(tensors), 'tensor')}, {total}; the largest:"
     listed = [tensor for tensor in tensors if id(tensor) not in settled]
-    for tensor, *others in _folded(listed)[:_LARGEST]:
+    for tensor, *others in folded(listed)[:_LARGEST]:
         yield f"  {replicated_line(tensor)}"
         yield from _others(others)
         yield f"      {tensor.why_text}"

@@ -66,7 +66,7 @@ def test_a_job_without_a_plan_is_warned_of_devices_that_do_nothing(caplog):
 
 
 def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
-    small_programs().warn_of_unknown_dims()
+    small_programs().check_dims_of_plan()
     assert not caplog.records
     split = Context.split
 
@@ -75,7 +75,7 @@ def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
         return split(self, tensor, dims, name=name)
 
     monkeypatch.setattr(Context, "split", misspelt)
-    small_programs().warn_of_unknown_dims()
+    small_programs().check_dims_of_plan()
     (record,) = [r for r in caplog.records if "'hiden'" in r.getMessage()]
     assert record.getMessage().startswith("dim 'hiden' of 'stack.")
     assert "near it is 'hidden'" in record.getMessage()
@@ -87,7 +87,7 @@ def test_a_misspelt_dim_of_a_weight_is_warned_of(caplog):
     path, spec = next(item for item in specs.items_by_path() if "model" in item[1].dims)
     dims = ["modell" if dim == "model" else dim for dim in spec.dims]
     specs.set_path(path, dataclasses.replace(spec, dims=tuple(dims)))
-    programs.warn_of_unknown_dims()
+    programs.check_dims_of_plan()
     (record,) = caplog.records
     assert record.getMessage().startswith(f"dim 'modell' of '{path}' is in no table")
     assert "ShardingPlan.weights the entry 'modell': None" in record.getMessage()

@@ -290,10 +290,11 @@ def test_a_dry_run_says_what_is_wrong(tmp_path):
     assert "needs 16 devices but 8 cpu devices exist" in too_large
 
 
-def test_a_dry_run_warns_of_a_dim_that_no_weight_has(tmp_path, caplog):
-    params = ("ShardingPlan.weights = {'head': 'Y'}",)
-    assert call_main(tmp_path / "run", *params, dry_run="true") is None
-    assert "weights splits dim 'head', which no weight has; do you" in caplog.text
+def test_a_dry_run_refuses_misspelt_dims_of_the_plan(tmp_path):
+    plan = "ShardingPlan.weights = {'haeds': 'Y', 'hiden': 'Y'}"
+    error = error_of(tmp_path, plan, dry_run="true")
+    assert "weights splits dim 'haeds', which no weight has; do you mean heads?" in error
+    assert "weights splits dim 'hiden', which no weight has; do you mean hid" in error
 
 
 def start(model_dir, *params, device_count):
