@@ -293,8 +293,10 @@ def test_a_dry_run_says_what_is_wrong(tmp_path):
 def test_a_dry_run_refuses_misspelt_dims_of_the_plan(tmp_path):
     plan = "ShardingPlan.weights = {'haeds': 'Y', 'hiden': 'Y'}"
     error = error_of(tmp_path, plan, dry_run="true")
-    assert "weights splits dim 'haeds', which no weight has; do you mean heads?" in error
-    assert "weights splits dim 'hiden', which no weight has; do you mean hid" in error
+    assert (
+        "weights splits dim 'haeds', which no weight has; do you mean heads?" in error
+    )
+    assert "splits dim 'hiden', which no weight has; do you mean hidden?" in error
 
 
 def start(model_dir, *params, device_count):
