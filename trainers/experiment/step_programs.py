@@ -185,10 +185,7 @@ class StepPrograms:
         plan = self.noted_dims()
         specs = self.weights, self.state_specs  # The weight names its slots' dims.
         dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
-        unused = plan.unused(dims)
-        if wrong := [str(entry) for entry in unused if entry.is_misspelt]:
-            raise ValueError("\n".join(wrong))
-        for line in (*unused, *plan.misspelt(dims)):
+        for line in plan.warnings(dims):
             log.warning("%s", line)
 
     def names_given(self) -> tuple[str, ...]:
