@@ -184,6 +184,16 @@ def test_help_needs_no_tensorflow(name):
         ("plan", [TINY, "--search"], "--search ranks .*: name one, as in --topology=v"),
         ("plan", [TINY, "--topology=cpu", "--log_dir=/proc/x"], "--log_dir=/proc/x c"),
         ("plan", [TINY, "--gin_param=Adm.beta1 = 0"], "'Adm'(.|\n)*Did you mean Adam"),
+        (
+            "plan",
+            [TINY, "--gin_param=Experiment.optimizer = @AdamW()"],
+            r"'@AdamW(.|\n)*Did you mean Adam, whose weight_decay is that of AdamW\?",
+        ),
+        (
+            "plan",
+            [TINY, "--gin_param=Experiment.activation_dtype = %bf16"],
+            r"constant %bf16(.|\n)*Did you mean %bfloat16\?\n",
+        ),
         ("plan", [TINY, "--gin_param=Adam.beta1 = %B"], "no macro or constant %B"),
         (
             "plan",
