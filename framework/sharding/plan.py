@@ -281,6 +281,29 @@ class NotingPlan(ShardingPlan):
                 self.noted.setdefault(dim, name)
         return super()._sharding(table, dims, name)
 
+    def warnings(self, weights: Mapping[str, Sequence[str]]) -> list[str]:
+        """Sentences on entries for dims that nothing has, and on dims like an entry's.
+
+        Args:
+          weights: the names of each weight's dims, by its path.
+
+        Raises:
+          ValueError: the name of an entry is like that of a dim which has no entry.
+        """
+        unused = self.unused(weights)
+        of_weights = {dim: path for path, dims in weights.items() for dim in dims}
+        having = {"weights": of_weights, "activations": self.noted}
+        wrong = [
+            f"{entry} If {near!r} of {having[entry.table][near]!r} is another dim, "
+            f"give that table the entry {near!r}: None"
+            for entry in unused
+            if entry.is_misspelt
+            for near in entry.near
+        ]
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        return [*map(str, unused), *self.misspelt(weights)]
+
     def misspelt(self, weights: Mapping[str, Sequence[str]]) -> list[str]:
         """For each dim that looks like a misspelt name of its table a sentence.
 

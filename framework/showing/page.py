@@ -30,7 +30,9 @@ def explain_page(
 
     It has the layers as the user named them, the tensors of each with their splits, and
     what is sent at each; of a tensor that is clicked, the annotation behind each axis,
-    the lines of code, and the shards of each device. It loads nothing.
+    the lines of code, and the shards of each device. It loads nothing. Of the random
+    bits of a line of code, hundreds of tensors for a dropout, it has the largest and a
+    count, unless there are two programs.
 
     Of a compiled program it is what XLA did, for which that is compiled once more. Of
     one that is only traced, by `trace_program`, it is what propagation says, in about a
@@ -61,13 +63,14 @@ def explain_page(
 def page_text(program: Shown, *, other: Shown | None = None) -> str:
     """The text of the page that `explain_page` writes."""
     programs, lines = [program] if other is None else [program, other], Lines()
+    folds = other is None  # Two programs are compared by the names of all tensors.
     if any(isinstance(each, TracedProgram) for each in programs):
         differing = explain_difference(*programs).tensors if other is not None else []
-        shown = [_traced(each, lines) for each in programs]
+        shown = [_traced(each, lines, folds) for each in programs]
     else:
         explained = [_explained(each) for each in programs]
         differing = explain_difference(*explained).tensors if other is not None else []
-        shown = [of_explanation(each, lines) for each in explained]
+        shown = [of_explanation(each, lines, folds=folds) for each in explained]
     data = {
         "programs": shown,
         "sources": lines.values(),
@@ -76,10 +79,12 @@ def page_text(program: Shown, *, other: Shown | None = None) -> str:
     return filled(data)
 
 
-def _traced(program: Program | TracedProgram, lines: Lines) -> dict[str, Any]:
+def _traced(
+    program: Program | TracedProgram, lines: Lines, folds: bool
+) -> dict[str, Any]:
     is_traced = isinstance(program, TracedProgram)
     by = program.target.partitioner if is_traced else program.partitioner
-    return of_reasons(program.reasons, by, lines)
+    return of_reasons(program.reasons, by, lines, folds=folds)
 
 
 def _explained(program: Program | Explanation) -> Explanation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.framework.compiler.explaining.competitions import competitions
@@ -27,6 +27,10 @@ from meshwright.framework.compiler.explaining.texts.explain_text import (
     cause_lines,
     tensor_name,
 )
+from meshwright.framework.compiler.explaining.texts.folds import (
+    RANDOM_BITS,
+    folded_bits,
+)
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
@@ -34,6 +38,7 @@ from meshwright.framework.compiler.lowering.sources import Kind, Source, place_t
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sizes import counted
 
 _AROUND = 3
 """Lines of code that are shown before and after a tensor's."""
@@ -46,6 +51,7 @@ class Lines:
     def __init__(self):
         self._files: dict[str, dict[int, str]] = {}
         self._paths: dict[str, str] = {}
+        self._places: dict[tuple[str, int], str] = {}
 
     def place(self, file: str, line: int) -> str:
         """`folder/file.py:12`, whose lines are kept; "" if unknown.
@@ -54,6 +60,11 @@ class Lines:
         """
         if not file:
             return ""
+        if (file, line) not in self._places:  # A tensor's way has dozens.
+            self._places[file, line] = self._keep(file, line)
+        return self._places[file, line]
+
+    def _keep(self, file: str, line: int) -> str:
         place = place_text(file, line)
         name = place.rpartition(":")[0]
         if self._paths.setdefault(name, file) != file:
@@ -73,16 +84,23 @@ class Lines:
         }
 
 
-def of_explanation(explanation: Explanation, lines: Lines) -> dict[str, Any]:
+def of_explanation(
+    explanation: Explanation, lines: Lines, *, folds: bool
+) -> dict[str, Any]:
     """The values of a compiled program.
 
     Args:
       explanation: of the program, with reasons.
       lines: takes the lines of code.
+      folds: whether one tensor stands for the random bits of a line.
     """
     values = _Values(explanation.mesh, lines)
     dims = _Dims((t.layer, t.source, t.shape) for t in explanation.tensors)
-    tensors = [values.report(tensor, dims) for tensor in explanation.tensors]
+    listed = explanation.tensors
+    groups = folded_bits(listed) if folds else [[tensor] for tensor in listed]
+    tensors = [
+        _noting(values.report(largest, dims), others) for largest, *others in groups
+    ]
     elsewhere = [values.inserted(collective) for collective in explanation.elsewhere]
     by = explanation.partitioner
     is_gspmd = by == Partitioner.GSPMD.value
@@ -96,9 +114,9 @@ def of_explanation(explanation: Explanation, lines: Lines) -> dict[str, Any]:
 
 
 def of_reasons(
-    reasons: Reasons, partitioner: Partitioner, lines: Lines
+    reasons: Reasons, partitioner: Partitioner, lines: Lines, *, folds: bool
 ) -> dict[str, Any]:
-    """The values of a program that is only traced, by propagation alone."""
+    """The same of a program that is only traced, by propagation alone."""
     values = _Values(reasons.mesh, lines)
     sent: dict[str, list[int]] = {}
     for transfer in transfers(reasons):
@@ -109,9 +127,12 @@ def of_reasons(
     }
     dims = _Dims((t.layer, source, t.shape) for t, source in sources.items())
     with reasons.opened():
+        groups = [[tensor] for tensor in sources]
+        if folds:
+            groups = _folded_layouts(reasons, sources, sent)
         tensors = [
-            values.layout(reasons, tensor, sources[tensor], dims, sent)
-            for tensor in reasons.tensors
+            _noting(values.layout(reasons, first, sources[first], dims, sent), others)
+            for first, *others in groups
         ]
     return values.document(
         name=reasons.name,
@@ -120,6 +141,34 @@ def of_reasons(
         tensors=tensors,
         elsewhere=[number for left in sent.values() for number in left],
     )
+
+
+def _folded_layouts(
+    reasons: Reasons,
+    sources: Mapping[TensorLayout, Source | None],
+    sent: Mapping[str, list[int]],
+) -> list[list[TensorLayout]]:
+    """Tensors, those together that are random bits of one line, the largest first.
+
+    As in the text of `explain`: the generator takes some hundred ops for a mask.
+    """
+    groups: dict[Hashable, list[TensorLayout]] = {}
+    for tensor, source in sources.items():
+        key: Hashable = tensor
+        is_bits = tensor.dtype == RANDOM_BITS and source is not None
+        is_alone = not is_bits or source.annotation is not None
+        if not is_alone and reasons.name_of(reasons.place(tensor)) not in sent:
+            key = tensor.layer, str(source), source.is_gradient, tensor.sharding
+        groups.setdefault(key, []).append(tensor)
+    return [sorted(g, key=lambda t: -math.prod(t.shape)) for g in groups.values()]
+
+
+def _noting(values: dict[str, Any], others: Sequence[Any]) -> dict[str, Any]:
+    """The values of a tensor, with a note on those that it stands for."""
+    if others:
+        more = counted(len(others), f"more {RANDOM_BITS} tensor")
+        values["notes"].append(f"and {more} of this line, split alike: random bits")
+    return values
 
 
 class _Dims:

@@ -342,6 +342,9 @@ class TsvFiles(ParallelFiles):
             lines = path.read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as e:
             raise ValueError(f"{path} is not in UTF-8: {e}") from e
+        # The end of the last line makes one more.
+        if empty := sum(not line.rstrip("\r") for line in lines[:-1]):
+            logging.warning("%s: skipped %d empty lines", path, empty)
         for number, line in enumerate(lines, start=1):
             columns = line.rstrip("\r").split("\t")
             if columns == [""]:

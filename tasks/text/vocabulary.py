@@ -92,8 +92,9 @@ class SentencePieceVocabulary:
         least = 256 + 8
         if self.vocab_size < least:
             raise ValueError(
-                f"SentencePieceVocabulary.vocab_size is {self.vocab_size}: make it "
-                f"{least} or more, as every byte has a piece"
+                f"SentencePieceVocabulary.vocab_size is {self.vocab_size}: make it, or "
+                f"the macro VOCAB_SIZE of the shipped files, {least} or more, as every "
+                "byte has a piece"
             )
 
     def trained(
@@ -150,8 +151,9 @@ class SentencePieceVocabulary:
         except RuntimeError as e:
             raise ValueError(
                 f"no vocabulary of {self.vocab_size} pieces can be trained on "
-                f"{len(texts)} texts: change SentencePieceVocabulary.vocab_size, or "
-                f"give more text. SentencePiece: {e}"
+                f"{len(texts)} texts: change SentencePieceVocabulary.vocab_size, the "
+                f"macro VOCAB_SIZE of the shipped files, or give more text. "
+                f"SentencePiece: {e}"
             ) from e
         return model.getvalue()
 

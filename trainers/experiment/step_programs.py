@@ -173,15 +173,19 @@ class StepPrograms:
         programs._loss_graph()
         return plan
 
-    def warn_of_unknown_dims(self) -> None:
-        """Warns of a dim of the plan that nothing has, and of one that is like these.
+    def check_dims_of_plan(self) -> None:
+        """Warns of a row of the plan for a dim that nothing has, which splits nothing.
 
-        Either may be a typo, which splits nothing.
+        Plans may have such rows for other models. Warns too of a dim that is in no
+        table, and like one that is.
+
+        Raises:
+          ValueError: a row has a name like that of a dim which has no row.
         """
         plan = self.noted_dims()
         specs = self.weights, self.state_specs  # The weight names its slots' dims.
         dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
-        for line in (*plan.unused(dims), *plan.misspelt(dims)):
+        for line in plan.warnings(dims):
             log.warning("%s", line)
 
     def names_given(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from meshwright.trainers.startup import compile_cache, files, plan_flags
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
     programs, mesh = StepPrograms(experiment), experiment.plan.mesh
-    programs.warn_of_unknown_dims()
+    programs.check_dims_of_plan()
     if plan_flags.TOPOLOGY.value is not None:
         return _plan(experiment, config_text)
     compile_cache.use(cli.COMPILE_CACHE.value)

@@ -123,7 +123,15 @@ def _signature(
 
     def call(**tensors):
         leaves = [v.read_value() for v in variables.leaves()]
-        leaves += [tensors[_argument(path)] for path, _ in batch.items_by_path()]
+        # TF checks no shapes of what it has loaded.
+        leaves += [
+            tf.ensure_shape(
+                tensors[name := _argument(path)],
+                spec.shape,
+                name=f"{name}_must_have_this_shape",
+            )
+            for path, spec in batch.items_by_path()
+        ]
         results = tf.graph_util.import_graph_def(
             graph,
             input_map=dict(zip(inputs, leaves, strict=True)),

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
@@ -104,12 +105,17 @@ class TrainResult:
 
 
 def train_and_evaluate(
-    programs: StepPrograms, run: Run, peers: Peers | None = None
+    programs: StepPrograms,
+    run: Run,
+    peers: Peers | None = None,
+    leave: Callable[[int], object] | None = None,
 ) -> TrainResult:
     """Trains from the newest checkpoint in the run's folder, or from the start.
 
     SIGTERM or Ctrl-C ends training after the call under way, and saves its state; of
-    several processes all `peers` call this, and stop after the same step.
+    several processes all `peers` call this, and stop after the same step. Before the
+    first step `leave` is called with the signal, if it is given and there are no
+    `peers`, to end the process.
 
     Raises:
       TrainingError: a loss, gradient or weight is not finite; the state is not saved.
@@ -119,7 +125,7 @@ def train_and_evaluate(
       ValueError: the checkpoint's step does not fit with `steps_per_loop`.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals(peers))
+        stop = stack.enter_context(stop_on_signals(peers, leave))
         keep, orders = programs.experiment.keep_checkpoints, programs.layer_orders
         checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep, orders=orders)
         loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
@@ -183,7 +189,7 @@ class _Loop:
             **self.experiment.task.data_fingerprint(),
         }
         self.profile = StepProfile(run.model_dir, run.profile_steps)
-        self.program_writer = ProgramWriter(run.model_dir, run.config)
+        self.program_writer = ProgramWriter(run.model_dir, run.config, stop)
         self.losses: dict[int, float] = {}
         self.evaluation: dict[str, float] = {}
         self.evaluated_step: int | None = None
@@ -196,7 +202,7 @@ class _Loop:
         if self.run.evaluate:
             check_held_out(self.experiment)
         trace(self.programs)
-        self.programs.warn_of_unknown_dims()
+        self.programs.check_dims_of_plan()
         for line in start_notes(self.programs):
             log_line("%s", line)
         replicated = replication.report_text(self._replicated())
@@ -213,6 +219,8 @@ class _Loop:
 
     def _run_from(self, state: TrainState, replicated: str) -> TrainResult:
         step = state.step
+        if step >= self.experiment.num_steps:
+            self.stop.leave = None  # All is trained, whatever stops the evaluation.
         self.summaries.gin_config(step, self.run.config)
         if self.run.config:
             write_hyperparameters(self.run.model_dir, self.run.config)
@@ -299,6 +307,7 @@ class _Loop:
                 if self.profile.starts_in(step + 1, step + steps):
                     progress.wait()
                     self.profile.start()
+                self.stop.leave = None
                 with self.profile.call(step + 1):
                     out = main(state.stored(), batches)
                 state.update(out["state"])

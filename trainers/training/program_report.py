@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -12,8 +13,15 @@ from meshwright.trainers.planning.plan_document import document
 from meshwright.trainers.planning.planning import report_of
 from meshwright.trainers.planning.tensorboard import program_files
 from meshwright.trainers.startup.messages import log_line
+from meshwright.trainers.training.stop_signals import StopRequest
 
 log = logging.getLogger("absl")
+
+_POLL_SECONDS = 0.2
+
+
+class _Abandoned(SystemExit):
+    """Ends the thread, without a word even if it comes twice."""
 
 
 class ProgramWriter:
@@ -25,10 +33,11 @@ class ProgramWriter:
     Args:
       folder: of the run.
       config: the configuration in effect, as text.
+      stop: whether the run is to stop, for which writing ends too.
     """
 
-    def __init__(self, folder: str, config: str):
-        self._folder, self._config = folder, config
+    def __init__(self, folder: str, config: str, stop: StopRequest):
+        self._folder, self._config, self._stop = folder, config, stop
         self._thread: threading.Thread | None = None
 
     def start(self, programs: StepPrograms, compile_seconds: float) -> None:
@@ -40,9 +49,17 @@ class ProgramWriter:
             self._thread.start()
 
     def close(self) -> None:
-        """Waits until all is written."""
-        if self._thread is not None:
-            self._thread.join()
+        """Waits until all is written, or the run is to stop."""
+        if self._thread is None:
+            return
+        while self._thread.is_alive():
+            if self._stop.is_asked:
+                # Raised in the thread between two of Python's instructions: for a large
+                # program it works for minutes, and a preemption's grace is short.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(_Abandoned)
+                )
+            self._thread.join(_POLL_SECONDS)
 
     def _write(self, programs: StepPrograms, compile_seconds: float) -> None:
         start = time.perf_counter()
@@ -50,6 +67,12 @@ class ProgramWriter:
             report = report_of(programs, compile_seconds=compile_seconds)
             values = document(report, config_text=self._config)
             program_files.write(self._folder, values, report.traced)
+            seconds = time.perf_counter() - start
+            log_line(
+                "wrote the program's plan and page for TensorBoard in %.1f s", seconds
+            )
+        except _Abandoned:
+            pass
         except Exception as error:  # Whatever it is, training goes on.
             log.warning(
                 "TensorBoard will not show this program, as its plan and page could "
@@ -57,6 +80,3 @@ class ProgramWriter:
                 type(error).__name__,
                 error,
             )
-            return
-        seconds = time.perf_counter() - start
-        log_line("wrote the program's plan and page for TensorBoard in %.1f s", seconds)

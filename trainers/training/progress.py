@@ -114,8 +114,10 @@ class Progress(contextlib.AbstractContextManager):
         self._watchdog.ended(call.last_step, self._clock - before)
         seconds = self._seconds / self._steps
         rate = experiment.task.tokens(experiment.global_batch) / seconds
+        extras = experiment.task.loss_extras
+        name = f"loss with {extras}" if extras else "loss"
         self._bar.set_postfix_str(
-            f"loss={number_text(metrics.loss[-1])}, "
+            f"{name}={number_text(metrics.loss[-1])}, "
             f"{experiment.task.token_name}/s={rate:,.0f}",
             refresh=False,
         )

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterator
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
 
+_BATCH = "batch"
+
 
 def start_notes(programs: StepPrograms) -> list[str]:
-    """Lines about padding, and about schedules that do not end by the last step."""
+    """Lines about padding, and about schedules that do not end by the last step.
+
+    Logs a warning of a batch that is padded, which another batch size avoids.
+    """
     notes = []
-    if padded := list(dict.fromkeys(_padded_dims(programs))):
+    padded = dict.fromkeys(_padded_dims(programs))
+    if batch := next((each for each in padded if each.name == _BATCH), None):
+        _warn_of_padded_batch(programs.experiment, batch)
+    if padded := [str(each) for each in padded if each.name != _BATCH]:
         notes.append(
             "padded, as the mesh axes do not divide them (devices compute on the "
             f"padding too): {', '.join(padded)}"
@@ -39,6 +49,21 @@ def start_notes(programs: StepPrograms) -> list[str]:
     return notes
 
 
+def _warn_of_padded_batch(experiment: Experiment, batch: _Padded) -> None:
+    unit = math.prod(map(experiment.plan.mesh.axis_size, batch.axes))
+    unit *= experiment.gradient_accumulation_steps
+    below = batch.size // unit * unit
+    log.warning(
+        "the batch is padded, as the mesh axes do not divide it: %s; devices compute "
+        "on the padding too, %.1f%% of the rows: set Experiment.global_batch to %s, or "
+        "to another multiple of %d",
+        batch,
+        100 * (1 - batch.size / batch.padded),
+        " or ".join(str(size) for size in (below, below + unit) if size),
+        unit,
+    )
+
+
 def trace(programs: StepPrograms) -> None:
     """Traces the training program, and logs it: nothing else does meanwhile."""
     log_line(
@@ -50,8 +75,20 @@ def trace(programs: StepPrograms) -> None:
     log_line("traced in %.0f s", time.perf_counter() - start)
 
 
-def _padded_dims(programs: StepPrograms) -> Iterator[str]:
-    """`heads 3 to 4 over Y`, for each dim of batch and weights that is padded."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Padded:
+    """A dim of batch or weights that is padded; its `str` is `heads 3 to 4 over Y`."""
+
+    name: str
+    size: int
+    padded: int
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.size} to {self.padded} over {', '.join(self.axes)}"
+
+
+def _padded_dims(programs: StepPrograms) -> Iterator[_Padded]:
     experiment = programs.experiment
     batch = NestedMap(experiment.task.batch_spec(experiment.global_batch))
     dims = NestedMap(experiment.task.batch_dims())
@@ -64,13 +101,13 @@ def _padded_dims(programs: StepPrograms) -> Iterator[str]:
         yield from _padded(spec.dims, spec.shape, forms.get_path(path).sharding)
 
 
-def _padded(dims, shape: tuple[int, ...], sharding: Sharding) -> Iterator[str]:
+def _padded(dims, shape: tuple[int, ...], sharding: Sharding) -> Iterator[_Padded]:
     stored = sharding.padded_shape(shape)
     for name, size, padded, axes in zip(
         dims, shape, stored, sharding.dims, strict=True
     ):
         if size != padded:
-            yield f"{name} {size} to {padded} over {', '.join(axes)}"
+            yield _Padded(name=name, size=size, padded=padded, axes=tuple(axes))
 
 
 def _ends(config: object) -> Iterator[tuple[str, float]]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
 
 from meshwright.trainers.processes.peers import Peers
+
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
@@ -15,9 +19,16 @@ class StopRequest:
 
     Args:
       peers: the processes that stop together with this one, or None.
+      leave: ends the process at once, given the signal; see `leave`.
     """
 
-    def __init__(self, peers: Peers | None = None):
+    def __init__(
+        self,
+        peers: Peers | None = None,
+        leave: Callable[[int], object] | None = None,
+    ):
+        self.leave = leave if peers is None else None
+        """Called on a signal while nothing can be lost; None from the first step on."""
         self.received: int | None = None
         """The signal that this process received."""
         self.signal: int | None = None
@@ -25,6 +36,11 @@ class StopRequest:
         self.has_steps = False
         """Whether steps have been made that a stop saves."""
         self._peers = peers
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process got a signal, or knows that another did."""
+        return self.received is not None or self.signal is not None
 
     def reached(self) -> bool:
         """Whether to stop here; to be called before each unit of work.
@@ -38,19 +54,24 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(peers: Peers | None = None) -> Iterator[StopRequest]:
+def stop_on_signals(
+    peers: Peers | None = None, leave: Callable[[int], object] | None = None
+) -> Iterator[StopRequest]:
     """Turns SIGTERM and Ctrl-C into a request while the context lasts.
 
-    A signal that one process gets stops all `peers`.
+    A signal that one process gets stops all `peers`. A process by itself is ended by
+    `leave`, in another thread, as long as the request has that.
 
     A Ctrl-C after that interrupts at once. Further SIGTERMs change nothing: `timeout`
     and others send two. Outside the main thread, which alone gets signals, nothing is
     ever requested.
     """
-    request = StopRequest(peers)
+    request = StopRequest(peers, leave)
 
     def on_signal(signum, frame):
-        if request.received is None:
+        if request.leave is not None:
+            request.received = signum  # In case a step comes first.
+        elif request.received is None:
             request.received = signum
             how = "with nothing to save"
             if request.has_steps:
@@ -60,17 +81,42 @@ def stop_on_signals(peers: Peers | None = None) -> Iterator[StopRequest]:
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
 
-    handled = {}
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            handled[number] = signal.signal(number, on_signal)
-    except ValueError:  # Not in the main thread.
-        pass
-    try:
+    with contextlib.ExitStack() as stack:
+        # The main thread alone can do both.
+        with contextlib.suppress(ValueError):
+            for number in _STOPS:
+                before = signal.signal(number, on_signal)
+                stack.callback(signal.signal, number, before)
+            if request.leave is not None:
+                stack.enter_context(_leaving(request))
         yield request
+
+
+@contextlib.contextmanager
+def _leaving(request: StopRequest) -> Iterator[None]:
+    """Calls `request.leave`, while there is one, whatever the main thread does.
+
+    Python runs handlers between two of its own instructions, so not before XLA has
+    compiled; but each signal writes its number to the wakeup file at once.
+    """
+    reads, writes = socket.socketpair()
+    writes.setblocking(False)
+    before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+
+    def watch():
+        while number := reads.recv(1):  # Empty when the other end is closed.
+            if number[0] in _STOPS and (leave := request.leave) is not None:
+                leave(number[0])
+
+    thread = threading.Thread(target=watch, name="stop signals", daemon=True)
+    thread.start()
+    try:
+        yield
     finally:
-        for number, before in handled.items():
-            signal.signal(number, before)
+        signal.set_wakeup_fd(before)
+        writes.close()
+        thread.join()
+        reads.close()
 
 
 def _write(text: str) -> None:

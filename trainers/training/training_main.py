@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 import jax
 
@@ -83,7 +85,7 @@ def _dry_run(experiment: Experiment) -> None:
     batch = experiment.task.batch_spec(experiment.global_batch)
     for path, spec in batch.items_by_path():
         print(f"  batch.{path}: {spec.dtype.name} {list(spec.shape)}")
-    programs.warn_of_unknown_dims()
+    programs.check_dims_of_plan()
     for line in start_notes(programs):
         print(line)
     print("The training program was traced. Nothing was read, compiled or written.")
@@ -112,12 +114,28 @@ def _train_or_evaluate(
             print("Held-out:", evaluation.format_metrics(metrics))
             return None
         start = time.time()
-        result = loop.train_and_evaluate(programs, run, peers)
+        result = loop.train_and_evaluate(programs, run, peers, _leave)
         _print_result(experiment.task, result, time.time() - start)
-    if result.stop == signal.SIGINT:
-        return cli.INTERRUPTED
     is_done = result.stop is None or result.step >= experiment.num_steps
-    return None if is_done else train_flags.STOPPED_STATUS.value
+    if is_done and result.stop != signal.SIGINT:
+        return None
+    return _status_after(result.stop)
+
+
+def _status_after(stop: int) -> int:
+    """The exit status of a training that a signal ended."""
+    if stop == signal.SIGINT:
+        return cli.INTERRUPTED
+    return train_flags.STOPPED_STATUS.value
+
+
+def _leave(stop: int) -> NoReturn:
+    """Ends the process before its first step, whatever its main thread is doing."""
+    name = signal.Signals(stop).name
+    text = f"Stopped by {name} before the first step: this run trained nothing.\n"
+    with contextlib.suppress(OSError):
+        os.write(sys.__stdout__.fileno(), text.encode())
+    os._exit(_status_after(stop))
 
 
 def _check_has_a_start(experiment: Experiment, run: loop.Run) -> None:
@@ -136,7 +154,9 @@ def _print_result(task: Task, result: loop.TrainResult, seconds: float) -> None:
     print(_how_it_ended(result, seconds))
     if result.step in result.losses:
         loss = number_text(result.losses[result.step])
-        extras = f", with {task.loss_extras}" if task.loss_extras else ""
+        extras = ""
+        if task.loss_extras:
+            extras = f", with {task.loss_extras}, which TensorBoard's loss is without"
         print(f"Training loss: {f'{loss} {task.loss_unit}'.rstrip()}{extras}")
     if result.evaluation and result.stop is None:
         print("Held-out:", evaluation.format_metrics(result.evaluation))

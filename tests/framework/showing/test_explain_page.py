@@ -12,6 +12,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.compiler.explaining.texts.explain_text import cause_lines
 from meshwright.framework.compiler.program import trace_program
+from meshwright.framework.modeling import random
 from meshwright.framework.showing.page import filled, page_text
 from tests.framework.hlo.why.why_programs import kept, lies, traced
 from tests.framework.showing import chromium
@@ -296,6 +297,30 @@ def test_every_tensor_and_collective_of_the_program_is_on_it():
     assert shown | set(compiled["elsewhere"]) == set(
         range(len(compiled["collectives"]))
     )
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_random_bits_of_a_line_are_one_tensor(is_compiled):
+    mesh = mw.DeviceMesh(("X",), (2,))
+
+    def fn(x, key):
+        kept = random.bernoulli(key, 0.5, [8, 16])
+        return mw.mesh_split(x, mesh, ["X", None]) * tf.cast(kept, tf.float32)
+
+    specs = tf.TensorSpec([8, 16]), tf.TensorSpec([2], tf.uint32)
+    program = trace_program(fn, specs, mesh, name="masked")
+    if is_compiled:
+        program = program.compile()
+    (folded,) = values(page_text(program))["programs"]
+    with_both = values(page_text(program, other=program))["programs"]
+    bits, all_bits = (
+        [t for t in each["tensors"] if t["dtype"] == "u32" and t["kind"] == "inside"]
+        for each in (folded, with_both[0])
+    )
+    assert len(bits) < 10 < len(all_bits)
+    notes = " ".join(note for tensor in bits for note in tensor["notes"])
+    counts = map(int, re.findall(r"and (\d+) more u32 tensors? of this line", notes))
+    assert sum(counts) + len(bits) == len(all_bits)
 
 
 def test_a_program_too_large_to_compile_has_a_page():

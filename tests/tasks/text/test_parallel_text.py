@@ -104,7 +104,7 @@ def test_directions(tmp_path):
     assert both == sorted([*forward, *backward])
 
 
-def test_tsv(tmp_path):
+def test_tsv(tmp_path, caplog):
     (tmp_path / "en-de.tsv").write_text("house\tHaus\r\n\ntree\tBaum\n")
     (tmp_path / "en-fr.tsv").write_text("house\tmaison\n")
     (tmp_path / "ru-de.tsv").write_text("дом\tHaus\n")
@@ -113,6 +113,7 @@ def test_tsv(tmp_path):
         Pair("en", "de", "house", "Haus"),
         Pair("en", "de", "tree", "Baum"),
     ]
+    assert "en-de.tsv: skipped 1 empty lines" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["house", "a\tb\tc", "house\t ", "\tHaus"])

@@ -54,9 +54,14 @@ def test_a_page_of_the_program_needs_a_program(tmp_path):
 
 
 @pytest.mark.parametrize("how", [{}, {"topology": "cpu"}])
-def test_warns_of_dims_that_decide_nothing(how, capsys, caplog):
-    call_main("ShardingPlan.weights = {'hiden': 'Y'}", "NUM_LAYERS = 1", **how)
-    assert "splits dim 'hiden', which no weight has; do you mean hidden?" in caplog.text
+def test_refuses_a_misspelt_dim_of_the_plan(how):
+    with pytest.raises(SystemExit, match="'hiden', which no .* do you mean hidden?"):
+        call_main("ShardingPlan.weights = {'hiden': 'Y'}", "NUM_LAYERS = 1", **how)
+
+
+def test_warns_of_dims_that_decide_nothing(capsys, caplog):
+    call_main("ShardingPlan.weights = {'channels': 'Y'}", "NUM_LAYERS = 1")
+    assert "splits dim 'channels', which no weight has" in caplog.text
 
 
 def test_needs_no_flag_for_as_many_devices_as_the_mesh_has():

@@ -315,3 +315,5 @@ def test_beams_that_share_a_cache_translate_a_batch_of_any_size(tmp_path):
         got = served(source_ids=tf.constant(ids[:rows]))
         np.testing.assert_array_equal(got["ids"], want.ids[:rows])
         np.testing.assert_allclose(got["scores"], want.scores[:rows], rtol=1e-5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="source_ids_must_have_th"):
+        served(source_ids=tf.constant(ids[:, :-1]))

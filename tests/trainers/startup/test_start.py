@@ -10,7 +10,7 @@ import gin
 import pytest
 
 from meshwright.trainers.experiment import config
-from meshwright.trainers.experiment.bindings import stand_ins
+from meshwright.trainers.experiment.bindings import of_t5x, stand_ins
 from meshwright.trainers.startup import huge_pages
 
 # Calls a binary, and says what it has imported when it ends.
@@ -105,6 +105,22 @@ def test_help_needs_no_tensorflow(name):
             ["--gin.MIXTURE_OR_TASK_NAME='c4'"],
             "'gin.MIXTURE_OR_TASK_NAME'\n  T5X's MIXTURE_OR_TASK_NAME is of seqio",
         ),
+        (
+            "train",
+            ["--gin.network.T5Config.num_heads=4"],
+            "T5X's T5Config.num_heads is NUM_HEADS\n",
+        ),
+        (
+            "train",
+            ["--gin.TASK_FEATURE_LENGTHS={'inputs': 9, 'targets': 9}"],
+            "T5X's TASK_FEATURE_LENGTHS is SEQUENCE_LENGTH of a language model, SOUR",
+        ),
+        (
+            "train",
+            ["--gin.INITIAL_CHECKPOINT_PATH='/a'"],
+            "T5X's INITIAL_CHECKPOINT_PATH is InitializeFrom.checkpoint",
+        ),
+        ("train", ["--gin_search_paths=X"], "a gin file is named by its path from the"),
         ("train", ["--gin_bindings=A=1"], "Here it is --gin_param\n"),
         ("train", ["--logdir=/x"], "Here it is --model_dir\n"),
         (
@@ -168,6 +184,16 @@ def test_help_needs_no_tensorflow(name):
         ("plan", [TINY, "--search"], "--search ranks .*: name one, as in --topology=v"),
         ("plan", [TINY, "--topology=cpu", "--log_dir=/proc/x"], "--log_dir=/proc/x c"),
         ("plan", [TINY, "--gin_param=Adm.beta1 = 0"], "'Adm'(.|\n)*Did you mean Adam"),
+        (
+            "plan",
+            [TINY, "--gin_param=Experiment.optimizer = @AdamW()"],
+            r"'@AdamW(.|\n)*Did you mean Adam, whose weight_decay is that of AdamW\?",
+        ),
+        (
+            "plan",
+            [TINY, "--gin_param=Experiment.activation_dtype = %bf16"],
+            r"constant %bf16(.|\n)*Did you mean %bfloat16\?\n",
+        ),
         ("plan", [TINY, "--gin_param=Adam.beta1 = %B"], "no macro or constant %B"),
         (
             "plan",
@@ -176,8 +202,18 @@ def test_help_needs_no_tensorflow(name):
         ),
         (
             "train",
-            [TINY, "--model_dir=x", "--gin_param=PjitPartitioner.num_partitions = 2"],
+            [TINY, "--model_dir=x", "--gin_param=PjitPartitioner.num_devices = 2"],
             r"'PjitPartitioner'(.|\n)*Of T5X's PjitPartitioner, num_partitions is an a",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=network.T5Config.dropout_rate = 0.1"],
+            "T5X's T5Config.dropout_rate is transformer_layer.dropout_rate.\n",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=EncoderDecoderModel.z_loss = 0.1"],
+            "T5X's EncoderDecoderModel.z_loss is Translation.z_loss.\n",
         ),
         ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
         ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),
@@ -222,6 +258,10 @@ def test_stand_ins_have_the_names_of_what_they_stand_for(monkeypatch):
     monkeypatch.setattr(gin.config, "_INVERSE_REGISTRY", {})
     stand_ins.register()
     assert len(wanted) > 50
+    parameters = {f"{n.rpartition('.')[2]}.{p}" for n, ps in wanted.items() for p in ps}
+    hints = [*of_t5x._CLASSES.values(), *of_t5x._MACROS_IN_WORDS.values()]
+    named = re.findall(r"(?<!%)\b((?:[A-Z]\w+|[a-z]+_layer)\.\w+)", " ".join(hints))
+    assert set(named) <= parameters
     assert names(dict(gin.config._REGISTRY.items())) == wanted
     ours = {name for name in constants if name.startswith("meshwright.")}
     assert {name for name, _ in gin.config._CONSTANTS.items()} == ours

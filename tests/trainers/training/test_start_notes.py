@@ -37,12 +37,21 @@ TextFiles.root = '/data'
 """
 
 
-def test_what_is_padded_is_said():
-    params = ["NUM_HEADS = 3", "Experiment.global_batch = 3"]
-    (line,) = start_notes(small_programs(*params))
+def test_what_is_padded_is_said(caplog):
+    (line,) = start_notes(small_programs("NUM_HEADS = 3"))
     assert line.startswith("padded, as the mesh axes do not divide them (devices ")
-    assert line.endswith(": batch 3 to 4 over X, heads 3 to 4 over Y")
+    assert line.endswith(": heads 3 to 4 over Y")
     assert start_notes(small_programs()) == []
+    assert not caplog.records
+
+
+def test_a_padded_batch_is_warned_of(caplog):
+    assert start_notes(small_programs("Experiment.global_batch = 3")) == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert "divide it: batch 3 to 4 over X; devices compute on the padding" in message
+    assert "25.0% of the rows: set Experiment.global_batch to 2 or 4, or" in message
 
 
 def test_a_schedule_that_does_not_come_to_its_end_is_said():
@@ -65,8 +74,8 @@ def test_a_job_without_a_plan_is_warned_of_devices_that_do_nothing(caplog):
     assert remedy in record.getMessage()
 
 
-def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
-    small_programs().warn_of_unknown_dims()
+def test_a_misspelt_dim_of_a_layer_is_refused(caplog, monkeypatch):
+    small_programs().check_dims_of_plan()
     assert not caplog.records
     split = Context.split
 
@@ -75,10 +84,11 @@ def test_a_misspelt_dim_of_a_layer_is_warned_of(caplog, monkeypatch):
         return split(self, tensor, dims, name=name)
 
     monkeypatch.setattr(Context, "split", misspelt)
-    small_programs().warn_of_unknown_dims()
-    (record,) = [r for r in caplog.records if "'hiden'" in r.getMessage()]
-    assert record.getMessage().startswith("dim 'hiden' of 'stack.")
-    assert "near it is 'hidden'" in record.getMessage()
+    message = (
+        "'hidden', which no activation .* mean hiden. If 'hiden' of 'stack[.].* is"
+    )
+    with pytest.raises(ValueError, match=message):
+        small_programs().check_dims_of_plan()
 
 
 def test_a_misspelt_dim_of_a_weight_is_warned_of(caplog):
@@ -87,7 +97,7 @@ def test_a_misspelt_dim_of_a_weight_is_warned_of(caplog):
     path, spec = next(item for item in specs.items_by_path() if "model" in item[1].dims)
     dims = ["modell" if dim == "model" else dim for dim in spec.dims]
     specs.set_path(path, dataclasses.replace(spec, dims=tuple(dims)))
-    programs.warn_of_unknown_dims()
+    programs.check_dims_of_plan()
     (record,) = caplog.records
     assert record.getMessage().startswith(f"dim 'modell' of '{path}' is in no table")
     assert "ShardingPlan.weights the entry 'modell': None" in record.getMessage()

@@ -245,10 +245,13 @@ def test_status_after_a_signal(
 
 
 def test_a_signal_before_the_first_step(compiled, tmp_path, monkeypatch, capfd):
+    """One of several processes stops where the others stop too."""
+
     def stop(programs):
         signal.raise_signal(signal.SIGTERM)
         return []
 
+    monkeypatch.setattr(training_main, "_leave", None)
     monkeypatch.setattr(training_main.loop, "start_notes", stop)
     monkeypatch.delattr(training_main.loop._Loop, "_compiled_main")
     assert call_main(tmp_path, stopped_status="75") == 75
@@ -287,10 +290,13 @@ def test_a_dry_run_says_what_is_wrong(tmp_path):
     assert "needs 16 devices but 8 cpu devices exist" in too_large
 
 
-def test_a_dry_run_warns_of_a_dim_that_no_weight_has(tmp_path, caplog):
-    params = ("ShardingPlan.weights = {'head': 'Y'}",)
-    assert call_main(tmp_path / "run", *params, dry_run="true") is None
-    assert "weights splits dim 'head', which no weight has; do you" in caplog.text
+def test_a_dry_run_refuses_misspelt_dims_of_the_plan(tmp_path):
+    plan = "ShardingPlan.weights = {'haeds': 'Y', 'hiden': 'Y'}"
+    error = error_of(tmp_path, plan, dry_run="true")
+    assert (
+        "weights splits dim 'haeds', which no weight has; do you mean heads?" in error
+    )
+    assert "splits dim 'hiden', which no weight has; do you mean hidden?" in error
 
 
 def start(model_dir, *params, device_count):
@@ -320,6 +326,24 @@ def test_command_fails_with_one_message(tmp_path):
         "--device_count=8\n(--traceback shows where)\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_command_ended_by_sigterm_before_its_first_step(tmp_path):
+    process = start(tmp_path, "MESH_SHAPE = (2, 1)", device_count=2)
+    try:
+        while "tracing the training program" not in process.stderr.readline():
+            assert process.poll() is None
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert time.monotonic() - begin < 2
+    assert out.endswith(
+        "\nStopped by SIGTERM before the first step: this run trained nothing.\n"
+    )
+    assert saved_steps(tmp_path) == []
 
 
 def test_command_ended_by_sigterm_goes_on_later(tmp_path):

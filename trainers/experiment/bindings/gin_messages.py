@@ -26,6 +26,9 @@ MACRO = "gin.macro"
 """Gin's selector of macros; the name of a macro is the scope of its binding."""
 _RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
 """The new names of parameters, by their former names."""
+_ELSEWHERE = {"AdamW": "Adam, whose weight_decay is that of AdamW"}
+"""What stands here for classes that other packages have."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MOST_LISTED = 20
 OF_YOURS = "is a class of yours"
 """What the message on a name that is like no other has."""
@@ -88,8 +91,11 @@ def message(text: str) -> str:
         return text + did_you_mean(match[2], parameters)
     if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
         name = match[1].rsplit("/", 1)[-1]
-        if here := of_t5x.of_class(name):
+        bound = re.search(rf"\b{re.escape(name)}(\.\w+)? *=", text)
+        if here := of_t5x.of_class(name + (bound and bound[1] or "")):
             return f"{text}\n  {here}."
+        if here := _ELSEWHERE.get(name):
+            return f"{text}\n  Did you mean {here}?"
         known = _suffixes(gin.config._REGISTRY, like=name)
         text += did_you_mean(name, known)
         if difflib.get_close_matches(name, known, cutoff=0.8):
@@ -210,6 +216,8 @@ def _unknown_macro(name: str) -> str:
     users = [b for b in bindings() if (name, MACRO) in references(b.value)]
     # Words that macros share, such as DIMS, say nothing about which one is meant.
     hint = nearest(name, known, prefix="%", cutoff=0.8)
+    if dtype := _DTYPES.get(name):
+        hint = f"\n  Did you mean %{dtype}?"
     if not hint and users and users[0].selector != MACRO:
         hints = type_hints(gin.config._REGISTRY[users[0].selector].wrapped)
         if wanted := hints.get(users[0].parameter):

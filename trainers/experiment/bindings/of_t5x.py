@@ -17,10 +17,74 @@ _MACROS = {
     "DROPOUT_RATE": "transformer_layer.dropout_rate",
     "EVAL_PERIOD": "Experiment.eval_interval",
     "EVAL_STEPS": "Experiment.eval_batches",
-    "TASK_FEATURE_LENGTHS": "SEQUENCE_LENGTH",
     "TRAIN_STEPS": "Experiment.num_steps",
 }
+"""What T5X's macros set, by a binding of the same value."""
+_SEQIO = "of seqio: here the task's input names its files"
+_MACROS_IN_WORDS = {
+    "CHECKPOINT_PATH": (
+        "the flag --model_dir, the folder of a run, whose newest checkpoint "
+        "--mode=eval and meshwright-generate take"
+    ),
+    "INITIAL_CHECKPOINT_PATH": (
+        "InitializeFrom.checkpoint, with Experiment.initialize_from = @InitializeFrom()"
+    ),
+    "LOSS_NORMALIZING_FACTOR": (
+        "not needed: the loss is the mean over the tokens of the batch, or over their "
+        "weights"
+    ),
+    "MIXTURE_OR_TASK_MODULE": _SEQIO,
+    "MIXTURE_OR_TASK_NAME": _SEQIO,
+    "MODEL_DIR": "the flag --model_dir",
+    "TASK_FEATURE_LENGTHS": (
+        "SEQUENCE_LENGTH of a language model, SOURCE_LENGTH and TARGET_LENGTH of a "
+        "translation"
+    ),
+    "USE_CACHED_TASKS": _SEQIO,
+}
+"""What stands here for T5X's other macros, behind `T5X's NAME is`."""
+_LOSS_FACTOR = _MACROS_IN_WORDS["LOSS_NORMALIZING_FACTOR"]
+_T5_CONFIG = {
+    "vocab_size": "VOCAB_SIZE",
+    "dtype": "Experiment.activation_dtype, such as %bfloat16",
+    "emb_dim": "MODEL_DIMS",
+    "num_heads": "NUM_HEADS",
+    "num_layers": "NUM_LAYERS",
+    "num_encoder_layers": "encoder/Repeat.num_layers, or NUM_LAYERS for both stacks",
+    "num_decoder_layers": "NUM_LAYERS, or decoder/Repeat.num_layers of a translation",
+    "head_dim": "HEAD_DIM",
+    "mlp_dim": "HIDDEN_DIMS",
+    "mlp_activations": (
+        "transformer_layer.activation: %Activation.GATED_GELU for ('gelu', 'linear'), "
+        "GATED_SILU for ('silu', 'linear'), RELU for ('relu',)"
+    ),
+    "dropout_rate": "transformer_layer.dropout_rate",
+    "logits_via_embedding": (
+        "TokenEmbedding.softmax: %SoftmaxKind.SHARED for True, SEPARATE for False"
+    ),
+    "scan_layers": "Repeat, which loops over layers; Repeat.unroll",
+    "remat_policy": "Repeat.recompute",
+}
 _CLASSES = {
+    **{f"T5Config.{name}": here for name, here in _T5_CONFIG.items()},
+    # Of T5X's decoder-only model, in which num_layers has no prefix.
+    **{f"TransformerConfig.{name}": here for name, here in _T5_CONFIG.items()},
+    "EncoderDecoderModel.z_loss": "Translation.z_loss",
+    "EncoderDecoderModel.label_smoothing": (
+        "Translation.label_smoothing, by default 0.1 rather than T5X's 0"
+    ),
+    "EncoderDecoderModel.loss_normalizing_factor": _LOSS_FACTOR,
+    "EncoderDecoderModel.input_vocabulary": "TranslationInput.vocabulary",
+    "EncoderDecoderModel.output_vocabulary": "TranslationInput.vocabulary, of both",
+    "EncoderDecoderModel.optimizer_def": "Experiment.optimizer",
+    "EncoderDecoderModel.module": "Translation.encoder and Translation.decoder",
+    "EncoderDecoderModel.decode_fn": "Translation.search, such as @BeamSearch()",
+    "DecoderOnlyModel.z_loss": "LanguageModel.z_loss",
+    "DecoderOnlyModel.label_smoothing": "LanguageModel.label_smoothing",
+    "DecoderOnlyModel.loss_normalizing_factor": _LOSS_FACTOR,
+    "DecoderOnlyModel.vocabulary": "TextInput.vocabulary",
+    "DecoderOnlyModel.optimizer_def": "Experiment.optimizer",
+    "DecoderOnlyModel.module": "LanguageModel.stack",
     "PjitPartitioner.num_partitions": (
         "an axis of the mesh: MESH_SHAPE = (4, 2) with plans/data_tensor.gin splits "
         "weights in 2"
@@ -42,13 +106,15 @@ _CLASSES = {
     "train.random_seed": "Experiment.seed",
 }
 """What stands here for parameters of T5X's classes, by class and parameter."""
-_MODEL_DIR = "MODEL_DIR"
-_SEQIO = ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE", "USE_CACHED_TASKS")
 _FLAGS = {
-    "gin_bindings": "gin_param",  # T5X's older name, and gin's own.
-    "logdir": "model_dir",  # Lingvo's.
-    "model": "gin_file",
-    "run_mode": "mode",
+    "gin_bindings": "Here it is --gin_param",  # T5X's older name, and gin's own.
+    "gin_search_paths": (
+        "Here a gin file is named by its path from the working directory or under "
+        "params/, in --gin_file and in include"
+    ),
+    "logdir": "Here it is --model_dir",  # Lingvo's.
+    "model": "Here it is --gin_file",
+    "run_mode": "Here it is --mode",
 }
 
 
@@ -56,30 +122,31 @@ def of_macro(name: str) -> str:
     """What stands here for T5X's macro `name`, as a sentence; "" if it has none."""
     if name in _MACROS:
         return f"T5X's {name} is {_MACROS[name]} here"
-    if name == _MODEL_DIR:
-        return "T5X's MODEL_DIR is the flag --model_dir here"
-    if name in _SEQIO:
-        return f"T5X's {name} is of seqio: here the task's input names its files"
+    if here := _MACROS_IN_WORDS.get(name):
+        return f"T5X's {name} is {here}"
     return ""
 
 
 def of_class(name: str) -> str:
     """What stands here for `scope/module.Class.parameter` of T5X; "" if nothing does.
 
-    Of a class without a parameter, what stands for all of its parameters that do.
+    Of a class alone, or with a parameter that is not known, what stands for those of
+    its parameters that are.
     """
     parts = name.rpartition("/")[2].split(".")
     if here := _CLASSES.get(".".join(parts[-2:])):
         return f"T5X's {'.'.join(parts[-2:])} is {here}"
-    owner = parts[-1]
-    if owner == "train" != name:  # Modules of one's own have such functions too.
-        return ""
-    owned = [
-        f"{known.partition('.')[2]} is {here}"
-        for known, here in _CLASSES.items()
-        if known.startswith(f"{owner}.")
-    ]
-    return f"Of T5X's {owner}, {'; '.join(owned)}" if owned else ""
+    for owner in reversed(parts[-2:]):
+        if owner == "train" != name:  # Modules of one's own have such functions too.
+            continue
+        owned = [
+            f"{known.partition('.')[2]} is {here}"
+            for known, here in _CLASSES.items()
+            if known.startswith(f"{owner}.")
+        ]
+        if owned:
+            return f"Of T5X's {owner}, " + ";\n    ".join(owned)
+    return ""
 
 
 def of_flag(name: str, given: str) -> str:
@@ -90,15 +157,15 @@ def of_flag(name: str, given: str) -> str:
       given: the flag as it was given, `--name=value` or `--name`.
     """
     if name in _FLAGS:
-        return f"Here it is --{_FLAGS[name]}"
+        return _FLAGS[name]
     prefix, _, macro = name.partition(".")
     if prefix != "gin" or not macro:
         return ""
     value = given.partition("=")[2] or "VALUE"
-    if macro == _MODEL_DIR:
+    if macro == "MODEL_DIR":
         folder = shlex.quote(value.strip("'\""))
         return f"Here it is --model_dir={folder}"
-    if macro in _SEQIO:
+    if macro in _MACROS_IN_WORDS:
         return of_macro(macro)
     if here := of_class(macro):
         return here

@@ -127,16 +127,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     if best.is_found:
         yield f"{best.name}:"
         yield from (f"    {line}" for line in table_text(best.tables))
-    if outcome.screened.progress is not None:
-        progress = outcome.screened.progress
-        yield from _wrapped(
-            f"{progress.considered} plans by names were considered, "
-            f"{progress.propagated} propagated: the fastest {1e3 * progress.best:.4g} "
-            f"ms/example by that, and none takes less than {1e3 * progress.floor:.4g}"
-            if progress.best is not None
-            else f"{progress.considered} plans by names were considered, and of "
-            f"{progress.propagated} propagated none seems to fit"
-        )
+    yield from _by_propagation(outcome)
     for row in outcome.refused:
         yield f"{'refused':>12}{'':29}{_names(row.promising.candidate)}".rstrip()
         yield from _wrapped(textwrap.shorten(row.result.refusal, _REASON), indent=4)
@@ -149,6 +140,27 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         text = _wrapped(f"left out: {reason}", indent=7)
         yield f"{count:6} {next(text).strip()}"
         yield from text
+
+
+def _by_propagation(outcome: SearchResult) -> Iterator[str]:
+    """What the search over plans by names says of its estimates."""
+    progress = outcome.screened.progress
+    if progress is None:
+        return
+    considered = f"{progress.considered} plans by names were considered"
+    if progress.best is None:
+        yield from _wrapped(
+            f"{considered}, and of {progress.propagated} propagated none seems to fit"
+        )
+        return
+    compiled = 1e3 * outcome.ranked[0].seconds_per_example
+    yield from _wrapped(
+        f"{considered}, {progress.propagated} propagated: the fastest "
+        f"{1e3 * progress.best:.4g} ms/example by that, where the first line's "
+        f"{compiled:.4g} are of a compiled program, and none takes less than "
+        f"{1e3 * progress.floor:.4g}. Propagation's times are for models whose time is "
+        "in products and large collectives; of others they only rank."
+    )
 
 
 def _names(candidate: Candidate) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         TensorReport,
     )
 
-_BITS = "u32"
+RANDOM_BITS = "u32"
 """The dtype of random bits."""
 _SMALL = 1024
 """Bytes of a collective's part that is told with the others."""
@@ -41,9 +41,21 @@ def folded(
             key = _inside_key(tensor, by_reason=by_reason) or key
         groups.setdefault(key, []).append(tensor)
     return [
-        sorted(group, key=lambda t: -t.bytes) if group[0].dtype == _BITS else group
+        sorted(group, key=lambda t: -t.bytes)
+        if group[0].dtype == RANDOM_BITS
+        else group
         for group in groups.values()
     ]
+
+
+def folded_bits(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
+    """Like `folded`, of random bits alone."""
+    groups: dict[tuple, list[TensorReport]] = {}
+    for tensor in tensors:
+        is_alone = tensor.annotated or tensor.collectives
+        key = () if is_alone else _bits_key(tensor)
+        groups.setdefault(key or (id(tensor),), []).append(tensor)
+    return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
 
 
 def settled_results(tensors: Sequence[TensorReport]) -> set[int]:
@@ -73,23 +85,32 @@ def other_lines(folded: Sequence[TensorReport]) -> Iterator[str]:
         (part,) = first.collectives
         more = counted(count, "more small part")
         yield f"      and {more} of this {part.kind}, at other ops"
-    elif first.dtype == _BITS:
+    elif first.dtype == RANDOM_BITS:
         place = "line" if str(first.source) else "layer"
-        yield f"      and {counted(count, f'more {_BITS} tensor')} of this {place}"
+        yield f"      and {counted(count, f'more {RANDOM_BITS} tensor')} of this {place}"
     else:
         yield f"      and {count} more of this type, for the same reason"
 
 
 def _inside_key(tensor: TensorReport, *, by_reason: bool) -> tuple:
     """What tensors that are folded have in common; () of one that is shown."""
-    how = str(tensor.source), str(tensor.sharding), tensor.why_replicated
     if tensor.collectives:
         one, *more = tensor.collectives
         is_small = one.own_bytes is not None and one.own_bytes <= _SMALL
         return (one.name,) if one.shared_by > 1 and is_small and not more else ()
-    if tensor.source is not None and tensor.dtype == _BITS:
-        return *how, tensor.layer
-    return (*how, type_text(tensor), tensor.layer.split(".")[0]) if by_reason else ()
+    if (key := _bits_key(tensor)) or not by_reason:
+        return key
+    return *_how(tensor), type_text(tensor), tensor.layer.split(".")[0]
+
+
+def _bits_key(tensor: TensorReport) -> tuple:
+    """What random bits of a line have in common; () of other tensors."""
+    is_bits = tensor.source is not None and tensor.dtype == RANDOM_BITS
+    return (*_how(tensor), tensor.layer) if is_bits else ()
+
+
+def _how(tensor: TensorReport) -> tuple:
+    return str(tensor.source), str(tensor.sharding), tensor.why_replicated
 
 
 def _weights_of_slots(tensors: Iterable[TensorReport]) -> dict[int, int]:

@@ -1,0 +1,57 @@
+"""What a signal ends at once, and what it leaves for later."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from meshwright.trainers.training import program_report
+from meshwright.trainers.training.program_report import ProgramWriter
+from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_at_once_until_the_first_step(signum, capfd):
+    before = signal.getsignal(signum)
+    left, has_left = [], threading.Event()
+
+    def leave(number):
+        left.append((number, threading.current_thread() is threading.main_thread()))
+        has_left.set()
+
+    with stop_on_signals(None, leave) as stop:
+        signal.raise_signal(signum)
+        assert has_left.wait(10)
+        stop.leave = stop.received = None
+        signal.raise_signal(signum)
+        assert stop.reached()
+    assert left == [(signum, False)]
+    assert "stopping with nothing to save" in capfd.readouterr().err
+    assert signal.getsignal(signum) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_one_of_several_processes_does_not_leave_the_others():
+    assert StopRequest(peers=object(), leave=print).leave is None
+
+
+def test_a_stop_abandons_the_page_of_the_program(tmp_path, monkeypatch, capfd):
+    begun = threading.Event()
+
+    def report_of(*args, **kwargs):
+        begun.set()
+        while True:
+            pass
+
+    monkeypatch.setattr(program_report, "report_of", report_of)
+    stop = StopRequest()
+    writer = ProgramWriter(str(tmp_path), "", stop)
+    writer.start(None, 0.0)
+    assert begun.wait(10)
+    stop.received = signal.SIGTERM
+    start = time.monotonic()
+    writer.close()
+    assert time.monotonic() - start < 10
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err == ""
