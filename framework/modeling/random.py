@@ -155,16 +155,21 @@ def _u32(value: int) -> tf.Tensor:
 
 
 def _rotate(x: _Words, by: int) -> _Words:
-    if isinstance(x, np.ndarray):
+    if not tf.is_tensor(x):
         return x << np.uint32(by) | x >> np.uint32(32 - by)
     left = tf.bitwise.left_shift(x, _u32(by))
-    return left | tf.bitwise.right_shift(x, _u32(32 - by))
+    return tf.bitwise.bitwise_or(left, tf.bitwise.right_shift(x, _u32(32 - by)))
+
+
+def _xor(x: _Words, y: _Words) -> _Words:
+    # TF's operator would put each op into a name scope of its own.
+    return tf.bitwise.bitwise_xor(x, y) if tf.is_tensor(x) else x ^ y
 
 
 def _mixed(x0: _Words, x1: _Words, by: int) -> tuple[_Words, _Words]:
     """A round of Threefry."""
     x0 = x0 + x1
-    return x0, _rotate(x1, by) ^ x0
+    return x0, _xor(_rotate(x1, by), x0)
 
 
 def _threefry(
@@ -181,7 +186,7 @@ def _threefry(
 
 def _rounds(key: _Words, x0: _Words, x1: _Words) -> tuple[_Words, _Words]:
     k0, k1 = key[0], key[1]
-    k2 = k0 ^ k1 ^ np.uint32(0x1BD11BDA)
+    k2 = _xor(_xor(k0, k1), np.uint32(0x1BD11BDA))
     schedule = (k0, k1, k2)
     for group in range(5):
         for by in _ROTATIONS[group % 2]:

@@ -55,7 +55,11 @@ def folded_bits(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
         is_alone = tensor.annotated or tensor.collectives
         key = () if is_alone else _bits_key(tensor)
         groups.setdefault(key or (id(tensor),), []).append(tensor)
-    return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
+    return [_largest_first(group) for group in groups.values()]
+
+
+def _largest_first(tensors: Iterable[TensorReport]) -> list[TensorReport]:
+    return sorted(tensors, key=lambda tensor: -tensor.bytes)
 
 
 def settled_results(tensors: Sequence[TensorReport]) -> set[int]:
@@ -87,7 +91,8 @@ def other_lines(folded: Sequence[TensorReport]) -> Iterator[str]:
         yield f"      and {more} of this {part.kind}, at other ops"
     elif first.dtype == RANDOM_BITS:
         place = "line" if str(first.source) else "layer"
-        yield f"      and {counted(count, f'more {RANDOM_BITS} tensor')} of this {place}"
+        more = counted(count, f"more {RANDOM_BITS} tensor")
+        yield f"      and {more} of this {place}"
     else:
         yield f"      and {count} more of this type, for the same reason"
 
