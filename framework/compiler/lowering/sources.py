@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
@@ -186,7 +186,7 @@ class Sources:
         return by_name
 
 
-def frame_text(frames: Iterable[traceback.FrameSummary]) -> str:
+def frame_text(frames: Sequence[traceback.FrameSummary]) -> str:
     """`folder/file.py:12` of the innermost frame of the user's code; "" without one."""
     file, line = _user_frame(frames)
     return place_text(file, line) if file else ""
@@ -375,12 +375,12 @@ def _layer(op: tf.Operation, place: _Place) -> str:
     return ".".join(part for part in (place.layer, *scopes) if part)
 
 
-def _user_frame(frames: Iterable[traceback.FrameSummary]) -> tuple[str, int]:
+def _user_frame(frames: Sequence[traceback.FrameSummary]) -> tuple[str, int]:
     """The innermost frame of the user's code in the function that is traced.
 
     What is around it, such as the call of `fit`, made all ops alike.
     """
-    for frame in reversed(list(frames)):
+    for frame in reversed(frames):  # TF makes a frame as it is asked for it.
         if (frame.filename, frame.name) == _TRACED:
             break
         if not frame.filename.startswith(_LIBRARIES):
