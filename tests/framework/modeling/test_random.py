@@ -1,4 +1,4 @@
-"""Random numbers: known answers, statistics, and that they partition."""
+"""Random numbers, ours and of TF: known answers, statistics, and that they partition."""
 
 import math
 import re
@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from meshwright.framework.compiler.lowering.lower import lower
@@ -18,6 +19,10 @@ from meshwright.framework.sharding.sharding import Sharding
 
 KEY = random.key_from_seed(0x12345678_9ABCDEF0)
 KEY_SPEC = tf.TensorSpec([2], tf.uint32)
+MESH = DeviceMesh(("data", "model"), (2, 4))
+SEED = np.array([3, -7], np.int32)
+SEED_SPEC = [tf.TensorSpec([2], tf.int32)]
+PHILOX = 1
 
 
 # From the known answers of Random123, the authors' own code.
@@ -188,14 +193,13 @@ def test_elements_of_masks_do_not_depend_on_each_other(monkeypatch, rate):
 
 def test_an_element_of_a_mask_takes_six_rounds():
     """The words of rows and columns are not computed again for each element."""
-    mesh = DeviceMesh(("data", "model"), (2, 4))
 
     def masked(key, x):
-        x = mesh_split(x, mesh, ["data", None, "model"])
+        x = mesh_split(x, MESH, ["data", None, "model"])
         return tf.where(random.keep_mask(key, 0.3, x.shape), x, 0.0)
 
     specs = [KEY_SPEC, tf.TensorSpec([4, 16, 48])]
-    text = compile_program(masked, specs, mesh).hlo_text()
+    text = compile_program(masked, specs, MESH).hlo_text()
     assert len(re.findall(r"u32\[2,16,12\]\S* xor\(", text)) == 6
 
 
@@ -264,3 +268,63 @@ def test_numbers_do_not_depend_on_the_mesh_and_are_made_in_shards(partitioner):
     shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program.hlo_text())
     assert max(math.prod(map(int, dims.split(","))) for dims in shapes) == shard
     assert program.memory().temporaries < 1000
+
+
+# TF's random ops.
+
+
+def drawn(dtype, shape):
+    ends = {"minval": None, "maxval": None} if dtype.is_integer else {}
+    return lambda seed: tf.random.stateless_uniform(shape, seed, dtype=dtype, **ends)
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "bfloat16", "float16", "int32", "uint64"]
+)
+@pytest.mark.parametrize("shape", [[8, 12], [4, 5, 3], []])
+def test_numbers_are_those_of_tfs_jit(shape, dtype, partitioner):
+    draw = drawn(tf.as_dtype(dtype), shape)
+
+    def split(seed):
+        return mesh_split(draw(seed), MESH, ["data", "model", None][: len(shape)])
+
+    program = compile_program(split, SEED_SPEC, MESH, partitioner=partitioner)
+    want = tf.function(draw, jit_compile=True)(tf.constant(SEED))
+    np.testing.assert_array_equal(np.asarray(program(SEED)), want.numpy())
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_dropout_and_its_gradient_draw_only_what_a_device_holds(partitioner):
+    def step(seed, x):
+        x = mesh_split(x, MESH, ["data", "model"])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.nn.experimental.stateless_dropout(x, 0.3, seed) ** 2
+        return y, tape.gradient(y, x)
+
+    specs = [*SEED_SPEC, tf.TensorSpec([26, 36])]
+    program = compile_program(step, specs, MESH, partitioner=partitioner)
+    x = np.random.default_rng(1).normal(size=[26, 36]).astype(np.float32)
+    want = tf.function(step, jit_compile=True)(tf.constant(SEED), tf.constant(x))
+    for ours, theirs in zip(program(SEED, x), want, strict=True):
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-6)
+    sizes = re.findall(r"\b[usf]\d+\[([\d,]+)\]", program.hlo_text())
+    assert max(np.prod([int(n) for n in size.split(",")]) for size in sizes) == 13 * 9
+    assert not program.collectives()
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_counters_beyond_64_bits(with_state):
+    """Blocks are counted by 128 bits; an op whose new state is read stays as it is."""
+    state = np.array([5, 2**64 - 2, 7], np.uint64)
+
+    def draw(state):
+        after, bits = xla.rng_bit_generator(PHILOX, state, [40], tf.uint32)
+        return (bits, after) if with_state else (bits,)
+
+    specs = [tf.TensorSpec([3], tf.uint64)]
+    program = compile_program(draw, specs, MESH)
+    want = tf.function(draw, jit_compile=True)(tf.constant(state))
+    for ours, theirs in zip(program(state), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs.numpy())
