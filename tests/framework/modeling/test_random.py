@@ -1,4 +1,4 @@
-"""Random numbers, ours and of TF: known answers, statistics, and that they partition."""
+"""Random numbers, ours and of TF: known answers, statistics, and how they are split."""
 
 import math
 import re
