@@ -297,6 +297,7 @@ class _Loop:
                 # late.
                 batches = next(self.calls)
                 if self.stop.reached():
+                    self.program_writer.close()  # It would slow the saving.
                     self.calls.put_back()
                     break
                 batches = main.arguments.shard_rows(1, batches, self.rows, dim=1)
