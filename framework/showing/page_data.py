@@ -95,7 +95,7 @@ def of_explanation(
     values = _Values(explanation.mesh, lines)
     dims = _Dims((t.layer, t.source, t.shape) for t in explanation.tensors)
     listed = explanation.tensors
-    groups = folded(listed) if folds else [[tensor] for tensor in listed]
+    groups = folded(listed, by_layer=True) if folds else [[tensor] for tensor in listed]
     tensors = [
         _noting(values.report(largest, dims), others) for largest, *others in groups
     ]

@@ -255,16 +255,24 @@ def _settled(tensors: Sequence[TensorReport]) -> set[int]:
     return {id(t) for t in state if how(t) in arguments}
 
 
-def folded(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
+def folded(
+    tensors: Iterable[TensorReport], *, by_layer: bool = False
+) -> list[list[TensorReport]]:
     """Tensors, those together that are random bits of one line, the largest first.
 
     The generator takes some hundred ops on the bits of a dropout's mask.
+
+    Args:
+      tensors: of a program.
+      by_layer: whether those stay apart that differ by layer or kind.
     """
     groups: dict[tuple, list[TensorReport]] = {}
     for tensor in tensors:
         is_bits = tensor.dtype == RANDOM_BITS and tensor.source is not None
         is_alone = tensor.annotated or tensor.collectives or not is_bits
         how = str(tensor.source), str(tensor.sharding), tensor.why_replicated
+        if by_layer:
+            how += tensor.kind, tensor.layer
         key = (id(tensor),) if is_alone else how
         groups.setdefault(key, []).append(tensor)
     return [sorted(group, key=lambda t: -t.bytes) for group in groups.values()]
