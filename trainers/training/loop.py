@@ -54,6 +54,9 @@ from meshwright.trainers.training.watchdog import Watchdog
 
 log = logging.getLogger("absl")
 
+_PAGE_SECONDS = 1.0
+"""What a stop waits for the page to be abandoned, which slows saving if it is not."""
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says at which step and what is kept."""
@@ -297,7 +300,7 @@ class _Loop:
                 # late.
                 batches = next(self.calls)
                 if self.stop.reached():
-                    self.program_writer.close()  # It would slow the saving.
+                    self.program_writer.close(_PAGE_SECONDS)
                     self.calls.put_back()
                     break
                 batches = main.arguments.shard_rows(1, batches, self.rows, dim=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 import time
 
@@ -48,11 +49,16 @@ class ProgramWriter:
             )
             self._thread.start()
 
-    def close(self) -> None:
-        """Waits until all is written, or the run is to stop."""
+    def close(self, most_seconds: float = math.inf) -> None:
+        """Waits until all is written, or abandoned as the run is to stop.
+
+        Args:
+          most_seconds: to wait; XLA, at work in the thread, cannot be interrupted.
+        """
         if self._thread is None:
             return
-        while self._thread.is_alive():
+        end = time.monotonic() + most_seconds
+        while self._thread.is_alive() and time.monotonic() < end:
             if self._stop.is_asked:
                 # Raised in the thread between two of Python's instructions: for a large
                 # program it works for minutes, and a preemption's grace is short.

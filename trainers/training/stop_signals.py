@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from meshwright.trainers.processes.peers import Peers
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
+_wakeups: list[socket.socket] = []
+"""What signals are written to, of this process."""
 
 
 class StopRequest:
@@ -101,6 +103,7 @@ def _leaving(request: StopRequest) -> Iterator[None]:
     """
     reads, writes = socket.socketpair()
     writes.setblocking(False)
+    _wakeups.append(writes)
     before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
 
     def watch():
@@ -114,9 +117,21 @@ def _leaving(request: StopRequest) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
+        _wakeups.remove(writes)
         writes.close()
         thread.join()
         reads.close()
+
+
+def _forget_wakeups() -> None:
+    """In a child by fork, whose signals are not for this process, such as a pool's."""
+    if _wakeups:
+        signal.set_wakeup_fd(-1)
+    while _wakeups:
+        _wakeups.pop().close()
+
+
+os.register_at_fork(after_in_child=_forget_wakeups)
 
 
 def _write(text: str) -> None:

@@ -133,9 +133,10 @@ def _leave(stop: int) -> NoReturn:
     """Ends the process before its first step, whatever its main thread is doing."""
     name = signal.Signals(stop).name
     text = f"Stopped by {name} before the first step: this run trained nothing.\n"
-    with contextlib.suppress(OSError):
+    try:
         os.write(sys.__stdout__.fileno(), text.encode())
-    os._exit(_status_after(stop))
+    finally:  # There may be no standard output.
+        os._exit(_status_after(stop))
 
 
 def _check_has_a_start(experiment: Experiment, run: loop.Run) -> None:

@@ -304,8 +304,12 @@ def test_random_bits_of_a_line_are_one_tensor(is_compiled):
     mesh = mw.DeviceMesh(("X",), (2,))
 
     def fn(x, key):
-        kept = random.bernoulli(key, 0.5, [8, 16])
-        return mw.mesh_split(x, mesh, ["X", None]) * tf.cast(kept, tf.float32)
+        x = mw.mesh_split(x, mesh, ["X", None])
+        for layer in ("lower", "upper"):
+            with tf.name_scope(layer):
+                kept = random.bernoulli(random.fold_in(key, layer), 0.5, [8, 16])
+                x *= tf.cast(kept, tf.float32)
+        return x
 
     specs = tf.TensorSpec([8, 16]), tf.TensorSpec([2], tf.uint32)
     program = trace_program(fn, specs, mesh, name="masked")
@@ -317,7 +321,8 @@ def test_random_bits_of_a_line_are_one_tensor(is_compiled):
         [t for t in each["tensors"] if t["dtype"] == "u32" and t["kind"] == "inside"]
         for each in (folded, with_both[0])
     )
-    assert len(bits) < 10 < len(all_bits)
+    assert len(bits) < 20 < len(all_bits)
+    assert {t["layer"] for t in bits} == {t["layer"] for t in all_bits}
     notes = " ".join(note for tensor in bits for note in tensor["notes"])
     counts = map(int, re.findall(r"and (\d+) more u32 tensors? of this line", notes))
     assert sum(counts) + len(bits) == len(all_bits)

@@ -52,5 +52,7 @@ def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    with tf.io.gfile.GFile(path, "w") as file:
+    """Writes a file as a whole: a run that is to stop may end at any moment."""
+    with tf.io.gfile.GFile(f"{path}.new", "w") as file:
         file.write(text)
+    tf.io.gfile.rename(f"{path}.new", path, overwrite=True)

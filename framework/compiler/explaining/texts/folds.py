@@ -111,7 +111,7 @@ def _inside_key(tensor: TensorReport, *, by_reason: bool) -> tuple:
 def _bits_key(tensor: TensorReport) -> tuple:
     """What random bits of a line have in common; () of other tensors."""
     is_bits = tensor.source is not None and tensor.dtype == RANDOM_BITS
-    return (*_how(tensor), tensor.layer) if is_bits else ()
+    return (*_how(tensor), tensor.kind, tensor.layer) if is_bits else ()
 
 
 def _how(tensor: TensorReport) -> tuple:

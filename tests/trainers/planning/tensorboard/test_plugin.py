@@ -269,6 +269,20 @@ def test_no_page_of_an_earlier_program_stays(tmp_path, monkeypatch):
     }
 
 
+def test_a_write_that_is_broken_off_leaves_the_earlier_files(tmp_path, monkeypatch):
+    def breaks_off(self, text):
+        raise SystemExit
+
+    traced = small_programs().traced_main
+    program_files.write(str(tmp_path), {"number": 1}, traced)
+    before = [path.read_text() for path in sorted(tmp_path.glob("meshwright/*"))]
+    monkeypatch.setattr(program_files.tf.io.gfile.GFile, "write", breaks_off)
+    with pytest.raises(SystemExit):
+        program_files.write(str(tmp_path), {"number": 2}, traced)
+    kept = [tmp_path / "meshwright" / name for name in ("plan.json", "program.html")]
+    assert [path.read_text() for path in kept] == before
+
+
 def test_training_goes_on_without_its_page(tmp_path, caplog):
     (tmp_path / "meshwright").write_text("a file")
     programs = at(small_programs(), num_steps=1)
