@@ -44,11 +44,11 @@ def walk(op) -> Iterator:
     """The operations in the regions of `op`, outer operations first."""
     for region in op.regions:
         for block in region.blocks:
-            for inner in list(block.operations):
-                op = inner.operation
-                yield op
-                if len(op.regions):  # A generator for each op would take twice as long.
-                    yield from walk(op)
+            for view in list(block.operations):
+                inner = view.operation
+                yield inner
+                if len(inner.regions):  # One generator per op would take twice as long.
+                    yield from walk(inner)
 
 
 def end_of(block) -> Any:

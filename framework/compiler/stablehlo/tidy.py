@@ -61,6 +61,22 @@ def inline(call, called) -> None:
     call.erase()
 
 
+def as_function(text: str) -> ir.Operation:
+    """The module of a text that JAX lowered, whose `main` has no calls and idle ops."""
+    module = ir.Module.parse(text).operation
+    tidy(module)
+    drop_unused(ir.SymbolTable(module)["main"].operation)
+    return module
+
+
+def inline_text(op, text: str) -> None:
+    """Puts the ops of a module's `main` in the place of an op, of which they are."""
+    module = ir.Module.parse(text).operation
+    for inner in walk(module):
+        inner.location = op.location
+    inline(op, ir.SymbolTable(module)["main"].operation)
+
+
 def _is_idle(op) -> bool:
     if op.name not in _MAYBE_IDLE or op.operands[0].type != op.results[0].type:
         return False

@@ -18,7 +18,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     walk,
 )
-from meshwright.framework.compiler.stablehlo.tidy import drop_unused, inline, tidy
+from meshwright.framework.compiler.stablehlo.tidy import as_function, inline_text
 from meshwright.framework.devices.hardware import kind_name, platform_of
 from meshwright.framework.sharding.placeholders import KERNEL_PREFIX
 
@@ -51,10 +51,7 @@ def fill_kernels(module: ir.Operation, device: jax.Device) -> str | None:
         name, _, part = target.removeprefix(KERNEL_PREFIX).rpartition("_")
         kernel = _KERNELS[name](**json.loads(config))
         text = _lowered(kernel, part, operands, platform, kind_name(device))
-        lowered = ir.Module.parse(text).operation
-        for lowered_op in walk(lowered):
-            lowered_op.location = op.location
-        inline(op, ir.SymbolTable(lowered)["main"].operation)
+        inline_text(op, text)
         if kernel.is_bound:
             bound_to = platform
     return bound_to
@@ -71,10 +68,7 @@ def _lowered(
     """The StableHLO of a kernel's pass, a single function, which equal layers share."""
     specs = [jax.ShapeDtypeStruct(shape, _DTYPES[name]) for shape, name in operands]
     traced = jax.jit(getattr(kernel, part), keep_unused=True).trace(*specs)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    module = ir.Module.parse(text).operation
-    tidy(module)
-    drop_unused(ir.SymbolTable(module)["main"].operation)
+    module = as_function(traced.lower(lowering_platforms=(platform,)).as_text())
     if isinstance(kernel, Splash):
         kernel.note_costs(module, device_kind, specs)
     return str(module)

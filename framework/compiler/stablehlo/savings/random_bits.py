@@ -24,7 +24,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     walk,
 )
-from meshwright.framework.compiler.stablehlo.tidy import drop_unused, inline, tidy
+from meshwright.framework.compiler.stablehlo.tidy import as_function, inline_text
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -47,10 +47,7 @@ def split_random_bits(module: ir.Operation) -> None:
         has_key = shape_of(op.operands[0]) == (3,)
         if not is_philox or not has_key or dtype not in _DTYPES or 0 in shape:
             continue
-        lowered = ir.Module.parse(_lowered(shape, dtype)).operation
-        for inner in walk(lowered):
-            inner.location = op.location
-        inline(op, ir.SymbolTable(lowered)["main"].operation)
+        inline_text(op, _lowered(shape, dtype))
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,10 +57,7 @@ def _lowered(shape: tuple[int, ...], dtype: str) -> str:
         state = jax.ShapeDtypeStruct((3,), np.uint64)
         traced = jax.jit(lambda s: (s, _bits(s, shape, _DTYPES[dtype]))).trace(state)
         text = traced.lower(lowering_platforms=("cpu",)).as_text()
-    module = ir.Module.parse(text).operation
-    tidy(module)
-    drop_unused(ir.SymbolTable(module)["main"].operation)
-    return str(module)
+    return str(as_function(text))
 
 
 def _bits(state, shape: tuple[int, ...], dtype):
