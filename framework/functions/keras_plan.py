@@ -112,7 +112,8 @@ class StepLayout(Layout):
         def report(name: str, repairs: Sequence[Repair]) -> Sequence[Repair]:
             of_rows = [r for r in repairs if any(n % uneven == 0 for n in r.uneven)]
             if of_rows:
-                is_told, _ = self.told_uneven.is_set(), self.told_uneven.set()
+                is_told = self.told_uneven.is_set()
+                self.told_uneven.set()
                 logging.log(
                     logging.INFO if is_told else logging.WARNING,
                     "%s: %s has a batch of %d rows, which %d devices do not divide: "

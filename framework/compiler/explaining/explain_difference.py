@@ -105,7 +105,7 @@ def _sum(of: list[InsertedCollective], links: Links | None) -> Sent:
     total, origins = 0, {}
     for one in of:
         # XLA combines small collectives; each op has its part of such a one.
-        share = one.bytes if one.own_bytes is None else one.own_bytes
+        share = one.at_most
         times = one.times or 1
         total += share * times
         if seconds is not None:

@@ -57,8 +57,12 @@ class InsertedCollective:
     @property
     def most(self) -> int:
         """Bytes that it may move at the op in a call; in an unknown loop once."""
-        own = self.bytes if self.own_bytes is None else self.own_bytes
-        return own * (self.times or 1)
+        return self.at_most * (self.times or 1)
+
+    @property
+    def at_most(self) -> int:
+        """Bytes that may be the op's own each time it runs: all, if none are known."""
+        return self.bytes if self.own_bytes is None else self.own_bytes
 
     @property
     def where(self) -> str:

@@ -41,9 +41,7 @@ def folded(
             key = _inside_key(tensor, by_reason=by_reason) or key
         groups.setdefault(key, []).append(tensor)
     return [
-        sorted(group, key=lambda t: -t.bytes)
-        if group[0].dtype == RANDOM_BITS
-        else group
+        _largest_first(group) if group[0].dtype == RANDOM_BITS else group
         for group in groups.values()
     ]
 
