@@ -7,7 +7,7 @@ import pytest
 from benchmarks.search import planted
 from benchmarks.search.planted_models import planted_models
 from meshwright.framework.devices.topology import topology
-from meshwright.trainers.planning.search.found.function_plans import search
+from meshwright.trainers import search
 from tests.needs import libtpu
 
 MODELS, KEPT = planted_models(), planted.kept()

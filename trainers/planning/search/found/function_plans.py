@@ -1,6 +1,6 @@
 """Plans for any function: how its arguments are best split, from Python.
 
-    from meshwright.trainers.planning.search.found.function_plans import search
+    from meshwright.trainers import search
 
     found = search(step, [weights, batch], "v3:4x4")
     print(found.text())

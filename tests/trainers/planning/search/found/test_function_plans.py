@@ -10,7 +10,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.stablehlo.shardy.device_work import work_of
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.trainers.planning.search.found.function_plans import search
+from meshwright.trainers import search
 from meshwright.trainers.planning.search.found.named_function import NamedFunction
 from meshwright.trainers.planning.search.found.named_step import axes_by_name
 from tests.needs import libtpu

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.trainers.planning.search.found.keras_plans import search_keras
+from meshwright.trainers import search_keras
 
 ROWS, WIDTH, CLASSES = 64, 32, 16
 
