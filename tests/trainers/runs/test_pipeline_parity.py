@@ -158,7 +158,7 @@ def all_of_a_loss(order, partitioner, params):
         ("SHARDY", ()),
         pytest.param("SHARDY", (STREAM,), marks=pytest.mark.slow),
         # The axis of the stages does not divide sequences: it splits nothing of a loss.
-        ("GSPMD", ("SEQUENCE_LENGTH = 7",)),
+        pytest.param("GSPMD", ("SEQUENCE_LENGTH = 7",), marks=pytest.mark.slow),
     ],
     ids=["sequences", "stream", "odd"],
 )

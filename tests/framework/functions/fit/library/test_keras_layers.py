@@ -71,9 +71,6 @@ def by_one_device(name):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(SETTINGS.keys() - NO_JIT.keys() - REFUSED.keys())
-)
-@pytest.mark.parametrize(
     ("split", "partitioner"),
     [
         (ROWS_SPLIT, mw.Partitioner.SHARDY),
@@ -81,6 +78,10 @@ def by_one_device(name):
         (CHANNELS_SPLIT, mw.Partitioner.GSPMD),
     ],
     ids=["rows-shardy", "channels-shardy", "channels-gspmd"],
+)
+# The last varies slowest: a worker has what one device computes for all of a layer.
+@pytest.mark.parametrize(
+    "name", sorted(SETTINGS.keys() - NO_JIT.keys() - REFUSED.keys())
 )
 def test_a_layer(name, split, partitioner):
     want = by_one_device(name)
