@@ -58,6 +58,35 @@ def test_gspmd_ends_the_process_at_what_we_refuse(name, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("axes", [["X", None], ["X", "Y"]], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after", "shape"),
+    [(tf.int32, tf.int16, (8, 8)), (tf.int16, tf.int32, (8, 4, 2))],
+)
+def test_elements_of_another_width_in_a_region(before, after, shape, axes):
+    """TF's bitcast then adds or removes a last dim."""
+
+    def region(x):
+        return tf.bitcast(x + 1, after) + 1
+
+    rank = len(shape) + (1 if before.size > after.size else -1)
+    manual = manual_partition(
+        region,
+        mesh=MESH,
+        manual_axes=["X"],
+        in_dims=[["X"] + [None] * (len(shape) - 1)],
+        out_dims=["X"] + [None] * (rank - 1),
+    )
+    program = compile_program(
+        lambda x: manual(mesh_split(x, MESH, axes + [None] * (len(shape) - 2))),
+        [tf.TensorSpec(shape, before)],
+        MESH,
+        partitioner=Partitioner.GSPMD,
+    )
+    x = np.arange(np.prod(shape)).reshape(shape).astype(before.as_numpy_dtype) * 77
+    np.testing.assert_array_equal(np.asarray(program(x)), region(tf.constant(x)))
+
+
 def test_gspmd_refuses_what_it_would_end_the_process_at():
     def fft(x):
         return tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64)))
