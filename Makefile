@@ -88,7 +88,7 @@ golden: install
 # The site, which loads nothing from the network; search wants a server:
 # python -m http.server --directory build/site
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Built build/site/index.html"
 
 # Writes the pages of docs/reference that gin files and docstrings make; look at the diff.

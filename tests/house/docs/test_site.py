@@ -18,8 +18,9 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> pathlib.Path:
+    # With `--quiet`, warnings would not count for `--strict`.
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(
         [*command, f"--site-dir={folder}"],
         cwd=ROOT,
