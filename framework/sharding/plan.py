@@ -357,8 +357,8 @@ def _misspelt(
         if near := _like(dim, table):
             lines[dim] = (
                 f"dim {dim!r} of {tensor!r} is in no table of the plan, so that "
-                f"nothing splits it; near it is {near[0]!r}: write that, or give "
-                f"ShardingPlan.{name} the entry {dim!r}: None"
+                f"nothing splits it; the plan has {near[0]!r}: give both the same "
+                f"name, or give ShardingPlan.{name} the entry {dim!r}: None"
             )
     return lines
 

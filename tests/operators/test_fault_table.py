@@ -22,6 +22,8 @@ def test_an_op_that_stablehlo_lacks_is_refused():
     )
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(FAULTS[0], ops=("stablehlo.gathr",))
+    with pytest.raises(ValueError, match="ops = 'stablehlo.gather' is a string: make"):
+        dataclasses.replace(FAULTS[0], ops="stablehlo.gather")
 
 
 def test_a_row_that_no_program_shows_is_refused():

@@ -134,11 +134,13 @@ class Experiment(Checked):
             )
         intervals = ("eval", "checkpoint", "summary", "histogram")
         for name in ("num_steps", *(f"{each}_interval" for each in intervals)):
-            if getattr(self, name) % self.steps_per_loop:
+            steps, loop = getattr(self, name), self.steps_per_loop
+            if steps % loop:
                 raise ValueError(
-                    f"Experiment.{name} = {getattr(self, name)} is no multiple of "
-                    f"steps_per_loop = {self.steps_per_loop}: a compiled loop cannot "
-                    "stop in the middle"
+                    f"Experiment.{name} = {steps} is no multiple of steps_per_loop = "
+                    f"{loop}, and a compiled loop cannot stop in the middle: set it to "
+                    f"{(steps // loop + 1) * loop}, or steps_per_loop to a divisor of "
+                    "both"
                 )
 
     def _check_gradient_dtype(self) -> None:

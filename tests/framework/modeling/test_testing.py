@@ -89,7 +89,7 @@ def test_a_misspelt_dim_is_told(wrong, tensor, table):
     ((dim, name),) = wrong.items()
     message = (
         f"Scaled: dim '{name}' of '{tensor}' is in no table of the plan, so that "
-        f"nothing splits it; near it is '{dim}': write that, or give "
+        f"nothing splits it; the plan has '{dim}': give both the same name, or give "
         f"ShardingPlan.{table} the entry '{name}': None"
     )
     with pytest.raises(AssertionError, match=message):

@@ -91,7 +91,7 @@ def compiled(monkeypatch):
         (["Experiment.steps_per_loop = 3"], "num_steps = 20 is no multiple of"),
         (
             ["Experiment.steps_per_loop = 5", "Experiment.histogram_interval = 6"],
-            "histogram_interval = 6 is no multiple of steps_per_loop = 5",
+            "interval = 6 is no multiple of steps_per_loop = 5.*: set it to 10",
         ),
         (["MESH_SHAPE = (4, 4)"], "needs 16 devices but 8 cpu devices exist"),
         (["MESH_SHAPE = (2, 2, 2)"], r"is \(2, 2, 2\); it must be 2 numbers, one"),

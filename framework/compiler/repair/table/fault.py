@@ -53,6 +53,10 @@ class Fault(KnownFault):
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.ops, str):
+            raise ValueError(
+                f"fault {self.name!r}: ops = {self.ops!r} is a string: make it a tuple"
+            )
         for op in self.ops:
             if op not in _OPS:  # The row would never apply.
                 raise ValueError(
