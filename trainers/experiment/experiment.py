@@ -140,7 +140,7 @@ class Experiment(Checked):
                     f"Experiment.{name} = {steps} is no multiple of steps_per_loop = "
                     f"{loop}, and a compiled loop cannot stop in the middle: set it to "
                     f"{(steps // loop + 1) * loop}, or steps_per_loop to a divisor of "
-                    "both"
+                    f"{steps}"
                 )
 
     def _check_gradient_dtype(self) -> None:

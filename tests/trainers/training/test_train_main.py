@@ -91,7 +91,8 @@ def compiled(monkeypatch):
         (["Experiment.steps_per_loop = 3"], "num_steps = 20 is no multiple of"),
         (
             ["Experiment.steps_per_loop = 5", "Experiment.histogram_interval = 6"],
-            "interval = 6 is no multiple of steps_per_loop = 5.*: set it to 10",
+            "histogram_interval = 6 is no multiple of steps_per_loop = 5, "
+            ".*: set it to 10, or steps_per_loop to a divisor of 6",
         ),
         (["MESH_SHAPE = (4, 4)"], "needs 16 devices but 8 cpu devices exist"),
         (["MESH_SHAPE = (2, 2, 2)"], r"is \(2, 2, 2\); it must be 2 numbers, one"),

@@ -33,6 +33,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     copy_floating,
     is_annotation,
     placeholder_of,
+    shape_of,
     sharding_call,
     tensor_type,
 )
@@ -126,13 +127,13 @@ class _Region:
                     self.blame, op, self.mesh, Partitioner.GSPMD, manual=self.axes
                 )
             ]
-        is_bitcast = op.name == "stablehlo.bitcast_convert"
-        if is_bitcast and self.has_automatic_axes and not _has_equal_ranks(op):
-            # To elements of another width: GSPMD ends the process at it without a mark
-            # of its own, which replicates it along automatic axes. This may go when
-            # `test_elements_of_another_width_in_a_region` passes without.
-            rank = ir.RankedTensorType(op.results[0].type).rank
-            op.attributes["mhlo.sharding"] = ir.StringAttr.get(self._text(rank))
+        if op.name == "stablehlo.bitcast_convert" and self.has_automatic_axes:
+            before, after = len(shape_of(op.operands[0])), len(shape_of(op.results[0]))
+            if before != after:
+                # To elements of another width: GSPMD ends the process at it without a
+                # mark of its own, which replicates it along automatic axes. This may go
+                # when `test_elements_of_another_width_in_a_region` passes without.
+                op.attributes["mhlo.sharding"] = ir.StringAttr.get(self._text(after))
         with ir.InsertionPoint.after(op), op.location:
             return [
                 self._constant(r) if not op.operands else self._marked(r)
@@ -265,11 +266,6 @@ class _Region:
         shape[split] = 1
         shard = stablehlo.DynamicSliceOp(gathered, starts, shape).result
         return self._manual(stablehlo.ReshapeOp(result, self._manual(shard)).result)
-
-
-def _has_equal_ranks(op) -> bool:
-    types = (op.operands[0].type, op.results[0].type)
-    return len({ir.RankedTensorType(t).rank for t in types}) == 1
 
 
 def _is_annotated(value: ir.Value) -> bool:

@@ -129,7 +129,7 @@ CASES = [
     ((2, 6, 4, MANUAL), (2, 2, 2), SAVED, SHARDY),
     ((4, 6), (4, 2, 1), {"num_layers": 6}, SHARDY),  # Two layers of a stage are none.
 ]
-MORE = [
+MORE = [  # Variants of these, as slow tests.
     ((2, 3), (2, 2, 2), NOTHING, GSPMD),
     ((4, 6), (4, 2, 1), SAVED, SHARDY),
     ((2, 6, 1, MANUAL), (2, 2, 2), NOTHING, SHARDY),

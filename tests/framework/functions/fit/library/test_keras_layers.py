@@ -79,7 +79,7 @@ def by_one_device(name):
     ],
     ids=["rows-shardy", "channels-shardy", "channels-gspmd"],
 )
-# The last varies slowest: a worker has what one device computes for all of a layer.
+# A layer's cases are neighbours, so that a worker computes on one device only once.
 @pytest.mark.parametrize(
     "name", sorted(SETTINGS.keys() - NO_JIT.keys() - REFUSED.keys())
 )

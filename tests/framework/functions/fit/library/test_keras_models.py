@@ -74,7 +74,7 @@ def assert_alike(make, layout, rate=1e-2, **how):
         ("data", GSPMD, "all"),
     ],
 )
-# The last varies slowest: a worker trains all of a model's twins by one device once.
+# A model's cases are neighbours, so that a worker trains on one device only once.
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model(name, layout, partitioner, updates):
     how = {"partitioner": partitioner, "weight_update_sharding": updates}
