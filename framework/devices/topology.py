@@ -96,11 +96,16 @@ def topology(name: str) -> Topology | GpuTopology:
             f"each of several, as in 'h100:4x8'{_near(name)}"
         )
     well_formed = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size)
+    example = f"{kind.name}:" + "x".join(map(str, kind.largest))
+    if size and not well_formed:
+        raise ValueError(
+            f"TPU topology {name!r}: give the chips along each dim as numbers from 1, "
+            f"joined by 'x', as in {example!r}"
+        )
     chips = tuple(int(n) for n in size.split("x")) if well_formed else ()
     if len(chips) != len(kind.largest) or any(
         n > most for n, most in zip(sorted(chips), sorted(kind.largest), strict=True)
     ):
-        example = f"{kind.name}:" + "x".join(map(str, kind.largest))
         raise ValueError(
             f"TPU topology {name!r}: {kind.name} pods have {len(kind.largest)} dims "
             f"and go up to {example!r}"

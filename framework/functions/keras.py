@@ -45,6 +45,7 @@ from meshwright.framework.functions.keras_plan import (
     StepLayout,
     batch_of,
     check_topology,
+    first_batch,
     placed_variables,
 )
 from meshwright.framework.functions.layout import Layout, LayoutTable
@@ -291,7 +292,8 @@ def distribute(
     _check_model(model)
     _check_options(model, options)
     check_mesh(mesh, model.name)
-    axes = as_axes(data_axes) or tuple(batch_axes(layout, mesh))
+    axes = batch_axes(layout, mesh) if data_axes is None else as_axes(data_axes)
+    axes = tuple(axes)
     if len(set(axes)) < len(axes) or not set(axes) <= {*mesh.axis_names}:
         raise ValueError(
             f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
@@ -349,7 +351,8 @@ def program(
 
     Args:
       model: a Keras model that was distributed and compiled.
-      x, y, sample_weight, batch_size: as of `fit`.
+      x, y, sample_weight, batch_size: as of `fit`; or `tf.TensorSpec`s of a batch, and
+        no batch size.
 
     Raises:
       ValueError: the model is not distributed, or not compiled; there are no data, or
@@ -372,21 +375,9 @@ def program(
             f"{model.name} is not compiled, and a train step has a loss and an "
             "optimizer: call model.compile() before mw.keras.program"
         )
-    from keras.src.backend.tensorflow.trainer import TFEpochIterator
-
     model.make_train_function()
-    batches = TFEpochIterator(
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        distribute_strategy=model.distribute_strategy,
-    )
-    _, _, iterator = next(iter(batches))
-    data = next(iterator, None)
-    if data is None:
-        raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
-    return model.train_function.step.program(*batch_of(data, iterator.element_spec))
+    batch = first_batch(model, x, y, sample_weight, batch_size)
+    return model.train_function.step.program(*batch)
 
 
 def plan(
@@ -409,7 +400,7 @@ def plan(
       model: a Keras model that is compiled.
       mesh, layout: as of `distribute`; the mesh has as many devices as the topology.
       topology: such as "v5e:2x4" or "h100:8", see `topology_devices`.
-      x, y, batch_size: as of `fit`; of the data a batch is read.
+      x, y, batch_size: as of `program`; of data a batch is read.
       **options: of `distribute`, but for `devices`.
 
     Raises:

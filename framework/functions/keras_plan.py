@@ -206,6 +206,54 @@ def batch_of(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
     )
 
 
+def first_batch(
+    model: Any, x: Any, y: Any, sample_weight: Any, batch_size: int | None
+) -> tuple[Any, tuple[bool, ...]]:
+    """The first batch of data as `fit` reads them, or a batch of specs; see `batch_of`.
+
+    Args:
+      model: the Keras model.
+      x, y, sample_weight, batch_size: see `mw.keras.program`.
+
+    Raises:
+      ValueError: the data have no batches, or a spec lacks a size.
+    """
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+    from keras.utils import pack_x_y_sample_weight
+
+    specs = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if _is_spec(leaf)]
+    if specs:
+        for spec in specs:
+            if not spec.shape.is_fully_defined():
+                raise ValueError(
+                    f"{model.name}: a program is compiled for a batch of known sizes, "
+                    f"not {spec.shape}: give the spec its number of rows too"
+                )
+        data = pack_x_y_sample_weight(x, y, sample_weight)
+        # The shapes of what `fit` reads of arrays.
+        return batch_of(data, tf.nest.map_structure(_of_any_rows, data))
+    batches = TFEpochIterator(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        distribute_strategy=model.distribute_strategy,
+    )
+    _, _, iterator = next(iter(batches))
+    data = next(iterator, None)
+    if data is None:
+        raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
+    return batch_of(data, iterator.element_spec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, tf.TensorSpec)
+
+
+def _of_any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *spec.shape[1:]] if spec.shape else [], spec.dtype)
+
+
 def check_topology(name: str, mesh: DeviceMesh) -> None:
     """Raises ValueError for an unknown topology, or of another size than the mesh."""
     size = topology(name).size

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
 import tqdm
+from absl import logging
 
 _MOST_CHARACTERS = 5000
 _LIVE = (
@@ -14,13 +14,12 @@ _LIVE = (
     "[{elapsed}<{remaining}{postfix}]"
 )
 _LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go{postfix}"
-_LOG = logging.getLogger("absl")
 
 
 def log_line(text: str, *args: Any) -> None:
     """Logs a line above the progress bar, if there is one."""
     with tqdm.tqdm.external_write_mode(file=sys.stderr):
-        _LOG.info(text, *args)
+        logging.info(text, *args)
 
 
 class _LogLines:
@@ -28,7 +27,7 @@ class _LogLines:
 
     def write(self, text: str) -> None:
         if text := text.strip():
-            _LOG.info("%s", text)
+            logging.info("%s", text)
 
     def flush(self) -> None:
         pass

@@ -27,8 +27,9 @@ import tensorflow as tf
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
 from meshwright.framework.compiler.hlo.step_time import step_time
-from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.program import Program, compile_program
 from meshwright.framework.devices.device_order import device_orders
+from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.topology import (
     Topology,
     topology,
@@ -40,6 +41,7 @@ from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
+    Point,
     Progress,
 )
 from meshwright.trainers.planning.search.found.named_function import (
@@ -114,7 +116,7 @@ class FunctionPlan:
 def search(
     fn: Callable[..., Any],
     args: Sequence[Any],
-    on: str,
+    topology: str,
     *,
     results_like: int = 0,
     most: int = 300,
@@ -129,7 +131,7 @@ def search(
     Args:
       fn: a pure function of tensors, such as a step from weights to weights.
       args: for each argument a nest of `tf.TensorSpec`.
-      on: name of a TPU topology, as in `--topology`.
+      topology: name of a TPU topology, as in `--topology`.
       results_like: so many of the first leaves of the result are split like those of
         the arguments: a step's weights.
       most: plans propagated at most.
@@ -141,20 +143,20 @@ def search(
 
     Raises:
       LoweringError: see `lower`; or the function has annotations of its own.
-      ValueError: there are too many dims; results are not like the arguments; there is
-        one device; no plan fits; or the program has manual regions.
+      ValueError: there are too many dims; results are not like the arguments; the
+        topology is of GPUs, or of one device; no plan fits; or the program has manual
+        regions.
       ImportError: libtpu is not installed.
     """
-    args, torus = tuple(args), topology(on)
-    if torus.size == 1:
-        raise ValueError(f"TPU topology {on!r} has one device: nothing can be split")
-    named = NamedFunction(fn, args, results_like, names)
+    name = getattr(fn, "__name__", "function")
+    torus = searchable(name, topology)
+    check_counts(name, most=(most, 1), most_axes=(most_axes, 1), compiled=(compiled, 0))
+    named = NamedFunction(fn, tuple(args), results_like, names)
     finder = Finder([named.step], [1.0], torus, most_axes=most_axes)
-    with progress_bar(most, "propagating") as bar:
-        finder.run([], most=most, tell=lambda made: made.show(bar, "ms"))
+    run_finder(finder, most)
     best = finder.best()
     if best is None:
-        raise _nothing_fits(fn, len(finder.found), on)
+        raise nothing_fits(name, len(finder.found), topology)
     if not compiled:
         return function_plan(named, finder, plainest(finder, best))
     fastest = distinct(finder, compiled)
@@ -164,12 +166,49 @@ def search(
     ]
     fits = [plan for plan in plans if plan is not None]
     if not fits:
-        raise _nothing_fits(fn, len(plans), on)
+        raise nothing_fits(name, len(plans), topology)
     return min(fits, key=lambda plan: plan.seconds)
 
 
-def _nothing_fits(fn: Callable, count: int, on: str) -> ValueError:
-    name = getattr(fn, "__name__", "function")
+def searchable(name: str, on: str) -> Topology:
+    """The topology that plans are searched for.
+
+    Args:
+      name: of the function or the model, for messages.
+      on: the topology's name.
+
+    Raises:
+      ValueError: it is none, of GPUs, or of one device.
+    """
+    torus = topology(on)
+    if isinstance(torus, GpuTopology):
+        raise ValueError(
+            f"{name}: {on!r} are GPUs, and a search compares what steps take on TPUs: "
+            "pass a TPU topology, such as 'v5e:2x4'"
+        )
+    if torus.size == 1:
+        raise ValueError(
+            f"{name}: TPU topology {on!r} has one device: nothing can be split; pass a "
+            "larger one"
+        )
+    return torus
+
+
+def check_counts(name: str, **counts: tuple[int, int]) -> None:
+    """Raises ValueError for a count that is less than the second of its pair."""
+    for option, (count, least) in counts.items():
+        if count < least:
+            raise ValueError(f"{name}: {option} is {count}; pass {least} or more")
+
+
+def run_finder(finder: Finder, most: int, starts: Sequence[Point] = ()) -> None:
+    """Propagates plans, with a bar of how many."""
+    with progress_bar(most, "propagating") as bar:
+        finder.run(starts, most=most, tell=lambda made: made.show(bar, "ms"))
+
+
+def nothing_fits(name: str, count: int, on: str) -> ValueError:
+    """That none of the plans fits into memory."""
     return ValueError(
         f"{name}: none of {count} plans fits TPU topology {on!r}: choose a larger "
         "topology"
@@ -214,11 +253,16 @@ def compiled_plan(
         )
     except OutOfMemoryError:
         return None
-    module = HloModule(program.hlo_text())
-    orders = device_orders(plan.mesh.shape, torus)
-    times = [step_time(module, plan.mesh, order).seconds for order in orders]
-    seconds = min(times)
-    ids = orders[times.index(seconds)].ids
-    mesh = dataclasses.replace(plan.mesh, device_ids=tuple(map(int, ids.flat)))
+    mesh, seconds = in_best_order(program, torus)
     leaves = tuple(leaf and Sharding(mesh, leaf.dims) for leaf in plan.leaves)
     return dataclasses.replace(plan, mesh=mesh, leaves=leaves, compiled=seconds)
+
+
+def in_best_order(program: Program, torus: Topology) -> tuple[DeviceMesh, float]:
+    """A program's mesh in the device order that is best for it, and seconds a call."""
+    module, mesh = HloModule(program.hlo_text()), program.mesh
+    orders = device_orders(mesh.shape, torus)
+    times = [step_time(module, mesh, order).seconds for order in orders]
+    seconds = min(times)
+    ids = orders[times.index(seconds)].ids
+    return dataclasses.replace(mesh, device_ids=tuple(map(int, ids.flat))), seconds

@@ -4,79 +4,183 @@ model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=Tru
 x, y = tf.TensorSpec([1024, 128]), tf.TensorSpec([1024], tf.int32)
 found = search_keras(model, (x, y), "v3:4x4")
 print(found.text())
-mw.keras.distribute(model, found.mesh, found.layout, data_axes=found.data_axes)
+mw.keras.distribute(model, found.mesh, found.layout, **found.options)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from meshwright.framework.compiler.lowering.errors import leaves_of
-from meshwright.framework.modeling.layer import WeightSpec
-from meshwright.framework.nested_map import NestedMap, as_key
-from meshwright.framework.sharding.mesh import did_you_mean
-from meshwright.framework.sharding.sharding import Sharding
-from meshwright.trainers.planning.search.found.function_plans import (
-    FunctionPlan,
-    search,
+from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
+from meshwright.framework.compiler.hlo.step_errors import error_text
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
 )
-from meshwright.trainers.planning.search.found.named_function import names_by_path
+from meshwright.framework.devices.topology import Topology, topology_devices
+from meshwright.framework.functions import keras as mesh_keras
+from meshwright.framework.functions.keras_files import variables_of
+from meshwright.framework.functions.keras_layouts import batch_axes, layout_of
+from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
+from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.planning.search.found.alike import distinct, plainest
+from meshwright.trainers.planning.search.found.finding import (
+    Finder,
+    Found,
+    Point,
+    Progress,
+)
+from meshwright.trainers.planning.search.found.function_plans import (
+    check_counts,
+    function_plan,
+    in_best_order,
+    nothing_fits,
+    run_finder,
+    searchable,
+)
+from meshwright.trainers.planning.search.found.keras_step import KerasStep
+from meshwright.trainers.planning.search.found.named_function import NamedFunction
+from meshwright.trainers.planning.search.found.propagated import AXES, Priced
+from meshwright.trainers.startup.messages import progress_bar
 
-_BATCH = "batch"
+_TOO_LARGE = "does not fit"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KerasLayout:
+    """A layout of a Keras model on a mesh, and what a step of `fit` takes with it.
+
+    Args:
+      name: "data", "fsdp" or "tensor" for those of `distribute`, else "found".
+      mesh: the device mesh.
+      layout: as of `distribute`: the name, or a row for each weight that is split.
+      data_axes: the axes that split a batch.
+      priced: what it costs by propagation, without weight-update sharding; None if
+        that cannot be said.
+      updates: how its weight updates are sharded.
+      seconds: of a step by the estimate of the compiled program; None if it was not
+        compiled, or does not fit.
+      memory: bytes of a device at the peak, as compiled; None as `seconds`.
+      failed: why it has no compiled program, else "".
+    """
+
+    name: str
+    mesh: DeviceMesh
+    layout: str | Mapping[str, list]
+    data_axes: tuple[str, ...]
+    priced: Priced | None = None
+    updates: WeightUpdateSharding = WeightUpdateSharding.AUTO
+    seconds: float | None = None
+    memory: int | None = None
+    failed: str = ""
+
+    @property
+    def cost(self) -> float:
+        """What layouts are compared by: compiled seconds, else those propagated."""
+        if self.seconds is not None:
+            return self.seconds
+        return self.priced.seconds if self.priced and not self.failed else math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KerasPlan:
-    """How a Keras model is split.
+    """The layout with which a step of `fit` is fastest, and those it was compared with.
 
     Args:
-      found: the plan of its train step's function.
-      paths: of variables, by the path of the function's leaf.
+      layouts: what was compared, the fastest first.
+      torus: the TPU topology.
+      progress: how many plans were looked at.
     """
 
-    found: FunctionPlan
-    paths: Mapping[str, str]
+    layouts: tuple[KerasLayout, ...]
+    torus: Topology
+    progress: Progress
 
     @property
-    def mesh(self):
+    def best(self) -> KerasLayout:
+        """The fastest layout."""
+        return self.layouts[0]
+
+    @property
+    def mesh(self) -> DeviceMesh:
         """The device mesh."""
-        return self.found.mesh
+        return self.best.mesh
 
     @property
-    def layout(self) -> dict[str, list]:
-        """For each variable that is split a row: its path, the axes of each dim."""
+    def layout(self) -> str | Mapping[str, list]:
+        """What `distribute` takes: "data", "fsdp", "tensor", or a table.
+
+        A table has for each variable that is split a row: its path, the axes of each
+        dim.
+        """
+        return self.best.layout
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `distribute`: the batch's axes, and weight-update sharding."""
         return {
-            f"^{re.escape(self.paths[path])}$": [
-                (axes[0] if len(axes) == 1 else axes) or None for axes in leaf.dims
-            ]
-            for path, leaf in self._split()
+            "data_axes": self.best.data_axes,
+            "weight_update_sharding": self.best.updates.value,
         }
 
-    def _split(self) -> Iterator[tuple[str, Sharding]]:
-        """The variables that are split."""
-        for path, leaf in zip(self.found.paths, self.found.leaves, strict=True):
-            if path in self.paths and leaf is not None and any(leaf.dims):
-                yield path, leaf
-
-    @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes that split a batch."""
-        return self.found.leaves[-1].dims[0]
-
     def text(self) -> str:
-        """The mesh and its time, the batch's axes, and a line for each row."""
-        first = self.found.text().splitlines()[0]
-        rows = [
-            (path[1:-1].replace("\\", ""), dims) for path, dims in self.layout.items()
-        ]
-        width = max((len(path) for path, _ in rows), default=0)
-        lines = [f"  {path:<{width}}  {leaf}" for path, leaf in rows]
-        return "\n".join([first, f"  batch: {'.'.join(self.data_axes) or '-'}", *lines])
+        """The layout, and a table of all that were compared."""
+        best = self.best
+        how = "by propagation" if best.seconds is None else "compiled"
+        axes = ".".join(best.data_axes) or "-"
+        return "\n".join(
+            [
+                f"mesh {best.mesh}: {_ms(best.cost)} ms on {self.torus.name}, {how}",
+                f"  batch: {axes}; weight-update sharding: {best.updates.value}",
+                *self._rows(),
+                *self._table(),
+                *textwrap.wrap(
+                    f"compiled: {error_text(self.torus.kind)}. Propagated: rougher, "
+                    "and without weight-update sharding.",
+                    width=80,
+                ),
+            ]
+        )
+
+    def _rows(self) -> Iterator[str]:
+        if isinstance(self.layout, str):
+            yield f"  layout: {self.layout!r}"
+            return
+        rows = {path[1:-1].replace("\\", ""): row for path, row in self.layout.items()}
+        width = max(map(len, rows), default=0)
+        for path, row in rows.items():
+            yield f"  {path:<{width}}  {row}"
+
+    def _table(self) -> Iterator[str]:
+        meshes = [_shape(one.mesh) for one in self.layouts]
+        width = max(map(len, meshes))
+        yield "compared, in ms a step:"
+        yield f"  {'layout':<8}{'mesh':<{width}}  updates  propagated  compiled  memory"
+        for one, mesh in zip(self.layouts, meshes, strict=True):
+            rough = "-" if one.priced is None else _ms(one.priced.seconds)
+            time = "-" if one.seconds is None else _ms(one.seconds)
+            memory = one.failed or (
+                "-" if one.memory is None else bytes_text(one.memory)
+            )
+            yield (
+                f"  {one.name:<8}{mesh:<{width}}  {one.updates.value:<7}  {rough:>10}  "
+                f"{time:>8}  {one.failed or memory}"
+            )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}"
+
+
+def _shape(mesh: DeviceMesh) -> str:
+    return str(dataclasses.replace(mesh, device_ids=None))
 
 
 _OPTIONS = {
@@ -89,33 +193,40 @@ _OPTIONS = {
 def search_keras(
     model: Any,
     batch: Sequence[Any],
-    on: str,
+    topology: str,
     *,
     most: int = 300,
     most_axes: int = 2,
-    compiled: int = 0,
+    compiled: int = 2,
     **unknown: Any,
 ) -> KerasPlan:
     """Looks for the layout of a Keras model with which a step of `fit` is fastest.
 
     A step has the loss, its gradients and the optimizer's updates. Weights of layers
     that differ in their number alone are split alike, optimizer slots as their weights;
-    what has a single dim is left to propagation. A bar, or log lines, tell of progress.
+    what has a single dim is left to propagation. The layouts "data", "fsdp" and
+    "tensor" are compared with what is found. A bar, or log lines, tell of progress.
+
+    What is compiled is the program that `fit` would run, with weight-update sharding if
+    that is estimated to pay, and without. After it the model is on the topology's
+    devices, as after `meshwright.keras.plan`: call `distribute` to train it here.
 
     Args:
       model: a Keras 3 model of the TensorFlow backend, built and compiled.
-      batch: the model's input and labels, nests of `tf.TensorSpec` whose first dim is
-        the batch.
-      on: name of a TPU topology, as in `--topology`.
+      batch: the model's input and labels, and weights of samples if `fit` has some,
+        nests of `tf.TensorSpec` whose first dim is the batch.
+      topology: name of a TPU topology, as in `--topology`.
       most: plans propagated at most.
       most_axes: mesh axes at most.
-      compiled: how many of the fastest are compiled, of which the fastest is taken; 0:
-        propagation decides, and libtpu is not needed.
+      compiled: how many of the fastest found are compiled, beside "data", "fsdp" and
+        "tensor"; the fastest of all is taken. 0: propagation decides, and libtpu is not
+        needed.
       **unknown: refused.
 
     Raises:
-      TypeError: an unknown option.
-      ValueError: the model is not built, or has no optimizer; see `search` for others.
+      TypeError: an unknown option, or a batch that is not of specs.
+      ValueError: the model is not built, or has no optimizer; a batch without labels,
+        or of unknown sizes; see `search` for others.
       LoweringError, ImportError: see `search`.
     """
     for option in unknown:
@@ -129,108 +240,169 @@ def search_keras(
             f"{model.name}: its weights and optimizer are part of what is searched: "
             "build and compile it first"
         )
-    function = KerasStep(model, tuple(batch))
-    found = search(
-        function.step,
-        function.args,
-        on,
-        results_like=function.count,
-        names=function.names,
-        most=most,
-        most_axes=most_axes,
-        compiled=compiled,
-    )
-    return KerasPlan(found=found, paths=function.paths)
+    name, torus = model.name, searchable(model.name, topology)
+    check_counts(name, most=(most, 1), most_axes=(most_axes, 1), compiled=(compiled, 0))
+    search = _Search(model, _checked(name, batch), torus, most_axes)
+    run_finder(search.finder, most, search.starts)
+    layouts = search.layouts(max(compiled, 1))
+    if compiled:
+        bar = progress_bar(len(layouts), "compiling", iterable=layouts)
+        layouts = [tried for layout in bar for tried in search.compiled(layout)]
+    layouts = sorted(layouts, key=lambda one: one.cost)
+    if layouts[0].cost == math.inf:
+        raise nothing_fits(name, len(layouts), topology)
+    progress = search.finder.progress
+    return KerasPlan(layouts=tuple(layouts), torus=torus, progress=progress)
 
 
-class KerasStep:
-    """A step of `fit` as a pure function of weights, slots, statistics and a batch.
+def _checked(name: str, batch: Any) -> tuple[Any, ...]:
+    """A batch as a tuple.
+
+    Raises:
+      TypeError, ValueError: see `search_keras`.
+    """
+    example = "(tf.TensorSpec([1024, 128]), tf.TensorSpec([1024], tf.int32))"
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+        raise ValueError(
+            f"{name}: a batch is a tuple of the model's input and the labels, such as "
+            f"{example}"
+        )
+    for leaf in tf.nest.flatten(tuple(batch)):
+        if not isinstance(leaf, tf.TensorSpec):
+            raise TypeError(
+                f"{name}: the batch has a {type(leaf).__name__}: pass the shapes and "
+                f"dtypes of one batch, such as {example}"
+            )
+        if not leaf.shape.is_fully_defined():
+            raise ValueError(
+                f"{name}: the batch has a tensor of shape {leaf.shape}: give all its "
+                "sizes, the number of rows of a batch too"
+            )
+    return tuple(batch)
+
+
+class _Search:
+    """The plans of a model's step, and the layouts that are compared.
+
+    Args:
+      model: the Keras model.
+      batch: its specs.
+      torus: the topology.
+      most_axes: mesh axes at most.
 
     Attributes:
-      args: its arguments' specs.
-      paths: of variables, by the path of the argument's leaf.
-      count: how many leaves the variables and slots are.
+      finder: of the plans.
     """
 
-    def __init__(self, model: Any, batch: tuple[Any, ...]):
-        # Keras takes a second to import.
-        from meshwright.tasks.keras.keras_optimizer import KerasOptimizer
-
-        self._model = model
-        self._optimizer = KerasOptimizer(optimizer=model.optimizer)
-        self._others = others = model.non_trainable_variables
-        trained = NestedMap()
-        for variable in model.trainable_variables:
-            path = ".".join(map(as_key, variable.path.split("/")))
-            trained.set_path(path, variable)
-        self._trained, self._specs = trained.leaves(), trained.map(_spec_of)
-        if len(self._trained) < len(model.trainable_variables):
-            raise ValueError(f"{model.name}: two of its weights have the same path")
-        slots = self._optimizer.slots(self._specs)
-        self.args = (
-            [tf.TensorSpec(v.shape, v.dtype) for v in self._trained],
-            slots.map(lambda spec: tf.TensorSpec(spec.shape, spec.dtype)),
-            [tf.TensorSpec(v.shape, v.dtype) for v in others],
-            batch,
+    def __init__(self, model: Any, batch: tuple, torus: Topology, most_axes: int):
+        self._model, self._batch, self._torus = model, batch, torus
+        variables_of(model)  # Notes the paths by which layouts know them.
+        self._step = KerasStep(model, batch)
+        self._named = NamedFunction(
+            self._step.step, self._step.args, self._step.count, self._step.names
         )
-        self.count = sum(len(tf.nest.flatten(arg)) for arg in self.args[:3])
-        self.paths = {
-            f"{number}/{i}": variable.path
-            for number, kind in ((0, self._trained), (2, others))
-            for i, variable in enumerate(kind)
+        step = self._named.step
+        self.finder = Finder([step], [1.0], torus, most_axes=most_axes)
+        self._plain = [*self._plain_layouts()]
+
+    @property
+    def starts(self) -> list[Point]:
+        """The plans of "data", "fsdp" and "tensor" that propagation can price."""
+        return [point for _, point in self._plain if point]
+
+    def _plain_layouts(self) -> Iterator[tuple[KerasLayout, Point | None]]:
+        """Those of `distribute`, "tensor" on each mesh of two axes; and plans."""
+        for name in ("data", "fsdp"):
+            yield self._with_plan(name, DeviceMesh(AXES[:1], (self._torus.size,)))
+        for shape in self.finder.shapes:
+            if len(shape) == 2:
+                pairs = [(AXES[:2], shape), (AXES[1::-1], shape[::-1])]
+                for axes, sizes in pairs[: len({*shape})]:
+                    one, point = self._with_plan("tensor", DeviceMesh(axes, sizes))
+                    if point is not None:
+                        yield one, point
+
+    def _with_plan(
+        self, name: str, mesh: DeviceMesh
+    ) -> tuple[KerasLayout, Point | None]:
+        """A layout of `distribute`; None for its plan if the search has it not."""
+        data_axes = tuple(batch_axes(name, mesh))
+        one = KerasLayout(name=name, mesh=mesh, layout=name, data_axes=data_axes)
+        shape = tuple(sorted(mesh.shape, reverse=True))
+        layout = layout_of(self._model, mesh, name, data_axes)
+        try:
+            leaves = self._step.shardings(layout, mesh, data_axes)
+        except ValueError:  # "tensor" splits nothing of the model.
+            return one, None
+        masks = self._named.masks(AXES[: len(shape)], leaves)
+        if masks is None or shape not in self.finder.shapes:
+            return one, None
+        allowed = self.finder.rough(0, shape).allowed
+        is_even = all(m in known for m, known in zip(masks, allowed, strict=True))
+        return one, Point(0, shape, masks) if is_even else None
+
+    def layouts(self, count: int) -> list[KerasLayout]:
+        """The fastest `count` found, and "data", "fsdp" and the best "tensor"."""
+        plain: dict[str, KerasLayout] = {}
+        for one, point in self._plain:
+            found = point and self.finder.look_up(point)
+            one = dataclasses.replace(one, priced=found.priced if found else None)
+            known = plain.get(one.name)
+            if known is None or one.cost < known.cost:
+                plain[one.name] = one
+        ranked = distinct(self.finder, count + len(self._plain))
+        others = [found for found in ranked if found.point not in self.starts]
+        return [*map(self._found, others[:count]), *plain.values()]
+
+    def _found(self, found: Found) -> KerasLayout:
+        plan = function_plan(self._named, self.finder, plainest(self.finder, found))
+        leaves = dict(zip(plan.paths, plan.leaves, strict=True))
+        table = {
+            f"^{re.escape(variable)}$": [
+                (axes[0] if len(axes) == 1 else axes) or None for axes in leaf.dims
+            ]
+            for path, variable in self._step.paths.items()
+            if (leaf := leaves[path]) is not None and any(leaf.dims)
         }
-        self._dims = {
-            path: spec.dims
-            for (path, _), spec in zip(
-                leaves_of(self.args),
-                [*map(_spec_of, self._trained), *slots.leaves()],
-                strict=False,
+        return KerasLayout(
+            name="found",
+            mesh=plan.mesh,
+            layout=table,
+            data_axes=plan.leaves[-1].dims[0],
+            priced=found.priced,
+            failed="" if self.finder.fits(found) else _TOO_LARGE,
+        )
+
+    def compiled(self, one: KerasLayout) -> Iterator[KerasLayout]:
+        """A layout with what its program takes, in the best device order.
+
+        With sharded weight updates and without, if the compiler pass shards some.
+        """
+        for updates in (WeightUpdateSharding.AUTO, WeightUpdateSharding.OFF):
+            one = dataclasses.replace(one, updates=updates)
+            try:
+                program = self._program(one)
+            except OutOfMemoryError:
+                yield dataclasses.replace(one, failed=_TOO_LARGE)
+                continue
+            mesh, seconds = in_best_order(program, self._torus)
+            memory = program.memory().peak
+            yield dataclasses.replace(
+                one, mesh=mesh, seconds=seconds, memory=memory, failed=""
             )
-        }
+            if program.updates is None or not program.updates.sharded:
+                return
 
-    def names(self, path: str, spec: tf.TensorSpec) -> Sequence[str | None] | None:
-        """The names of dims; slots have those of their weights."""
-        if path.startswith("3"):
-            return [_BATCH, *[None] * (spec.shape.rank - 1)] if spec.shape.rank else ()
-        if spec.shape.rank < 2:
-            return None
-        return self._dims.get(path) or names_by_path(self.paths[path], spec)
-
-    def step(self, weights, slots, others, batch):
-        """New weights, slots and statistics, and the loss."""
-        from meshwright.tasks.keras.keras_scope import with_values
-
-        model, optimizer, (x, y) = self._model, self._optimizer, batch
-        variables = [*self._trained, *self._others]
-        values = {id(v): tf.zeros(v.shape, v.dtype) for v in model.metrics_variables}
-        values |= {
-            id(v): value
-            for v, value in zip(variables, [*weights, *others], strict=True)
-        }
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            with with_values(values, model.name) as scope:
-                outputs = model(x, training=True)
-                loss = model.compute_loss(x, y, outputs, training=True)
-        gradients = tape.gradient(loss, weights, unconnected_gradients="zero")
-        step = tf.constant(1, tf.int64)
-        values, slots = optimizer.apply(
-            step,
-            optimizer.learning_rate(step),
-            self._specs.pack(gradients),
-            self._specs.pack(weights),
-            slots,
-            self._specs,
+    def _program(self, one: KerasLayout) -> Program:
+        x, y, *rest = self._batch
+        mesh_keras.distribute(
+            self._model,
+            one.mesh,
+            one.layout,
+            data_axes=one.data_axes,
+            weight_update_sharding=one.updates,
+            devices=topology_devices(self._torus.name),
         )
-        changed = [scope.state_mapping[id(v)] for v in self._others]
-        return values.leaves(), slots, changed, loss
-
-
-def _spec_of(variable: Any) -> WeightSpec:
-    spec = tf.TensorSpec(variable.shape, variable.dtype)
-    return WeightSpec(
-        shape=tuple(variable.shape),
-        dims=tuple(names_by_path(variable.path, spec)),
-        initializer=None,
-        dtype=tf.as_dtype(variable.dtype),
-    )
+        return mesh_keras.program(
+            self._model, x, y, sample_weight=rest[0] if rest else None
+        )

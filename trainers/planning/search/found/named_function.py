@@ -116,6 +116,25 @@ class NamedFunction:
         ]
         return self._shardings(mesh, axes)
 
+    def masks(
+        self, axes: Sequence[str], shardings: Sequence[Sharding | None]
+    ) -> tuple[int, ...] | None:
+        """The plan that has such leaves; None if one name is split in two ways.
+
+        Args:
+          axes: the mesh axes in the order of the masks' bits.
+          shardings: of each leaf; None as nothing.
+        """
+        masks: dict[int, int] = {}
+        for numbers, sharding in zip(self._numbers, shardings, strict=True):
+            if numbers is None or sharding is None:
+                continue
+            for number, split in zip(numbers, sharding.dims, strict=True):
+                mask = sum(1 << axes.index(axis) for axis in split)
+                if number is not None and masks.setdefault(number, mask) != mask:
+                    return None
+        return tuple(masks.get(number, 0) for number in range(len(self.step.names)))
+
     def _shardings(
         self, mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]
     ) -> Iterator[Sharding | None]:

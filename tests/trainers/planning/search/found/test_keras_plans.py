@@ -8,7 +8,11 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.lowering.errors import leaves_of
+from meshwright.framework.functions.keras_layouts import layout_of
 from meshwright.trainers import search_keras
+from meshwright.trainers.planning.search.found.keras_step import KerasStep
+from tests.needs import libtpu
 
 ROWS, WIDTH, CLASSES = 64, 32, 16
 
@@ -33,31 +37,48 @@ def model(optimizer=None, dropout=0.1):
     return made
 
 
+def batch_of(rows):
+    return tf.TensorSpec([rows, WIDTH]), tf.TensorSpec([rows], tf.int32)
+
+
 def search_with(rows, **how):
-    batch = tf.TensorSpec([rows, WIDTH]), tf.TensorSpec([rows], tf.int32)
-    return search_keras(model(), batch, "v3:2x2", most=40, **how)
+    how = {"most": 40, "compiled": 0} | how
+    return search_keras(model(), batch_of(rows), "v3:2x2", **how)
 
 
 def test_a_large_batch_is_split(caplog):
     with caplog.at_level("INFO", "absl"):
         found = search_with(65536)
     assert re.search("propagating: .*considered, best .* ms, none below", caplog.text)
-    assert found.mesh.axes_size(found.data_axes) == 8
-    assert found.found.progress.propagated <= 40
-    first, batch, *rest = found.text().splitlines()
-    assert first.startswith("mesh X=8") and batch == "  batch: X"
-    assert all(line.split()[0].endswith("/kernel") for line in rest)
+    assert found.mesh.axes_size(found.options["data_axes"]) == 8
+    assert found.progress.propagated <= 40
+    lines = found.text().splitlines()
+    assert lines[0].startswith("mesh X=8") and lines[1].startswith("  batch: X;")
+    assert max(map(len, lines)) <= 80
+    table = lines[lines.index("compared, in ms a step:") + 2 :]
+    assert {line.split()[0] for line in table[:4]} == {
+        "found",
+        "data",
+        "fsdp",
+        "tensor",
+    }
 
 
 def test_layers_are_split_alike_and_slots_as_their_weights():
     found = search_with(512)
-    rows = found.layout
+    best = next(one for one in found.layouts if one.name == "found")
+    rows = best.layout
     both = [rows.get(f"^sized/dense_{number}/kernel$") for number in (1, 2)]
     assert both[0] == both[1] and rows
-    leaves = dict(zip(found.found.paths, found.found.leaves, strict=True))
+    assert all(path.endswith("/kernel$") for path in rows)
+    step = KerasStep(model(), batch_of(512))
+    layout = layout_of(model(), best.mesh, rows, best.data_axes)
+    paths = [path for path, _ in leaves_of(step.args)]
+    leaves = dict(zip(paths, step.shardings(layout, best.mesh, ["X"]), strict=True))
     slot = "1/adam/sized_dense_1_kernel_momentum"
-    weight = next(p for p, name in found.paths.items() if "dense_1/kernel" in name)
-    assert leaves[slot].dims == leaves[weight].dims
+    weight = next(p for p, name in step.paths.items() if "dense_1/kernel" in name)
+    assert leaves[slot] == leaves[weight] and any(leaves[slot].dims)
+    assert leaves["3/0"].dims == (("X",), ())
 
 
 def test_fit_with_the_layout_is_that_of_one_device():
@@ -66,33 +87,78 @@ def test_fit_with_the_layout_is_that_of_one_device():
     x = random.normal(size=(4 * ROWS, WIDTH)).astype(np.float32)
     y = np.arange(4 * ROWS) % CLASSES
     made = []
-    for is_split in (False, True):
+    for layout in (None, *found.layouts):
         one = model(dropout=0.0)
-        if is_split:
-            axes = found.data_axes or found.mesh.axis_names[:1]
-            mw.keras.distribute(one, found.mesh, found.layout, data_axes=axes)
+        if layout is not None:
+            mw.keras.distribute(
+                one, layout.mesh, layout.layout, data_axes=layout.data_axes
+            )
         history = one.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
         made.append((history.history["loss"], one.get_weights()))
-    for alone, split in zip(*map(tf.nest.flatten, made), strict=True):
-        np.testing.assert_allclose(split, alone, rtol=1e-4, atol=1e-4)
+    for split in made[1:]:
+        for mine, its in zip(*map(tf.nest.flatten, (split, made[0])), strict=True):
+            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_that_no_axis_splits():
+    one = model(dropout=0.0)
+    table = {"first/kernel": [None, "X"]}
+    mesh = mw.DeviceMesh(("X",), (8,))
+    mw.keras.distribute(one, mesh, table, data_axes=())
+    x, y = batch_of(ROWS)
+    made = mw.keras.program(one, x, y)
+    # The second product sums over what splits the first kernel; all else is alike.
+    sent = [(c.kind, c.bytes) for c in made.collectives()]
+    assert sent == [("all-reduce", ROWS * 256 * 4)]
+
+
+@libtpu
+def test_the_fastest_program_of_fit_is_taken():
+    """The layouts of `distribute` are compiled too, as `fit` runs them."""
+    found = search_keras(model(), batch_of(4096), "v3:1x1", most=5, compiled=1)
+    names = [one.name for one in found.layouts]
+    assert {*names} == {"found", "data", "fsdp"}  # There is no mesh of two axes.
+    seconds = [one.seconds for one in found.layouts]
+    assert seconds == sorted(seconds) and found.best.memory
+    planned = model()
+    x, y = batch_of(4096)
+    plan = mw.keras.plan(
+        planned, found.mesh, found.layout, topology="v3:1x1", x=x, y=y, **found.options
+    )
+    assert plan.time.seconds == pytest.approx(found.best.seconds, rel=1e-6)
+    assert plan.memory == found.best.memory
+
+
+X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "topology", "options", "error", "message"),
+    [
+        ((X, Y), "v3:2x2", {"propagated": 9}, TypeError, "it has most .plans propag"),
+        ((X, Y), "v3:2x2", {"compile": 4}, TypeError, "did you mean 'compiled'"),
+        ((X, Y), "v3:2x2", {"most": 0}, ValueError, "sized: most is 0; pass 1 or more"),
+        ((X, Y), "h100:8", {}, ValueError, "'h100:8' are GPUs, and .* such as 'v5e:"),
+        ((X, Y), "v5e:1x1", {}, ValueError, "has one device"),
+        ((X, Y), "v5e:2by4", {}, ValueError, "joined by 'x', as in 'v5e:16x16'"),
+        (X, "v3:2x2", {}, ValueError, "sized: a batch is a tuple of the model's input"),
+        ((X,), "v3:2x2", {}, ValueError, "a batch is a tuple of .* and the labels"),
+        ((np.zeros([8, WIDTH]), Y), "v3:2x2", {}, TypeError, "the batch has a ndarray"),
+        (
+            (tf.TensorSpec([None, WIDTH]), Y),
+            "v3:2x2",
+            {},
+            ValueError,
+            r"shape \(None, 32\): give all its sizes",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_is_told(batch, topology, options, error, message):
+    with pytest.raises(error, match=message):
+        search_keras(model(), batch, topology, **options)
 
 
 def test_what_is_not_compiled_is_refused():
     made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     with pytest.raises(ValueError, match="build and compile it first"):
         search_keras(made, (tf.TensorSpec([8, 4]), tf.TensorSpec([8])), "v3:2x2")
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            "propagated",
-            r"'propagated'; it has most \(plans propagated at most\),",
-        ),
-        ("compile", "sized: search_keras has no option 'compile'; did you mean 'c"),
-    ],
-)
-def test_an_unknown_option_is_refused_with_those_there_are(option, message):
-    with pytest.raises(TypeError, match=message):
-        search_with(ROWS, **{option: 40})
