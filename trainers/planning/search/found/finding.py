@@ -133,6 +133,8 @@ class Finder:
         self._rough: dict[tuple[int, tuple[int, ...]], RoughPlans] = {}
         self._crowds: dict[tuple[int, ...], np.ndarray] = {}
         self._waiting: list[tuple[float, Point]] = []
+        self._turn = True
+        self._crowded: list[tuple[int, float, Point]] = []
         self._seen: set[Point] = set()
         self._around: set[Point] = set()
 
@@ -202,15 +204,31 @@ class Finder:
             self._crowd(step, shape)
             tell(self.progress)
         while len(self.found) < most and time.monotonic() < until:
-            if not self._waiting and not self._widen():
+            point = self._next()
+            if point is None:
                 break
-            _, point = heapq.heappop(self._waiting)
             found = self.look_up(point)
             if found is not None:
                 self.found.append(found)
                 if self._is_good(found):
                     self._wait_around(found)
             tell(self.progress)
+
+    def _next(self) -> Point | None:
+        """The plan to propagate next; None if there is none.
+
+        What was best in a crowd takes turns with what waits: its rough cost is no
+        measure beside one that was corrected by propagation, nor beside that of another
+        mesh.
+        """
+        is_start = self._waiting and self._waiting[0][0] < 0
+        if self._crowded and not is_start and (self._turn or not self._waiting):
+            self._turn = False
+            return heapq.heappop(self._crowded)[-1]
+        self._turn = True
+        if not self._waiting and not self._widen():
+            return None
+        return heapq.heappop(self._waiting)[-1]
 
     def _widen(self) -> bool:
         """Has the neighbours of the best other plan wait; whether there are any."""
@@ -273,9 +291,11 @@ class Finder:
         crowd = np.unique(crowd, axis=0)
         self._crowds.setdefault(shape, crowd)
         scores = self.score(rough, step, crowd)
-        for i in np.argsort(scores, kind="stable")[:_KEPT]:
-            if scores[i] < _TOO_LARGE:
-                self._wait(Point(step, shape, tuple(map(int, crowd[i]))), scores[i])
+        for rank, i in enumerate(np.argsort(scores, kind="stable")[:_KEPT]):
+            point = Point(step, shape, tuple(map(int, crowd[i])))
+            if scores[i] < _TOO_LARGE and point not in self._seen:
+                self._seen.add(point)
+                heapq.heappush(self._crowded, (rank, scores[i], point))
 
     def _improved(self, rough, step: int, crowd: np.ndarray, names) -> np.ndarray:
         """Each of a crowd with the best choice for a name, or for two."""
