@@ -149,6 +149,8 @@ def main(_) -> None:
     for number in numbers:
         model = models[number]
         seconds = all_kept.get(name_of(model), {})
+        if flags.FLAGS.anew and flags.FLAGS.models:
+            seconds = {}
         if not seconds and not flags.FLAGS.anew:
             continue
         searched = Searched(model)

@@ -41,7 +41,7 @@ def layout_of(
       axes: the mesh axes that split a batch.
 
     Raises:
-      ValueError: an unknown layout, or a plan of another mesh.
+      ValueError: an unknown layout, a plan of another mesh, or "fsdp" without axes.
     """
     if isinstance(layout, ShardingPlan):
         if layout.mesh != mesh:
@@ -52,6 +52,11 @@ def layout_of(
         return Planned(model, layout)
     if layout == "data":
         return Replicated()
+    if layout == "fsdp" and not axes:
+        raise ValueError(
+            f"{model.name}: the layout 'fsdp' splits weights along data_axes, which "
+            "are (): name the mesh axes"
+        )
     if layout == "fsdp":
         return FullySharded(axes)
     if layout == "tensor":

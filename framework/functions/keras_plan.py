@@ -216,12 +216,18 @@ def first_batch(
       x, y, sample_weight, batch_size: see `mw.keras.program`.
 
     Raises:
-      ValueError: the data have no batches, or a spec lacks a size.
+      ValueError: the data have no batches, a spec lacks a size, or there are specs and
+        a batch size.
     """
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.utils import pack_x_y_sample_weight
 
     specs = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if _is_spec(leaf)]
+    if specs and batch_size is not None:
+        raise ValueError(
+            f"{model.name}: specs are of one batch, and batch_size is {batch_size}: "
+            "leave it out, and give the specs that number of rows"
+        )
     if specs:
         for spec in specs:
             if not spec.shape.is_fully_defined():
@@ -251,7 +257,7 @@ def _is_spec(leaf: Any) -> bool:
 
 
 def _of_any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
-    return tf.TensorSpec([None, *spec.shape[1:]] if spec.shape else [], spec.dtype)
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
 def check_topology(name: str, mesh: DeviceMesh) -> None:

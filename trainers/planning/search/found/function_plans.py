@@ -156,7 +156,7 @@ def search(
     run_finder(finder, most)
     best = finder.best()
     if best is None:
-        raise nothing_fits(name, len(finder.found), topology)
+        raise _nothing_fits(name, len(finder.found), topology)
     if not compiled:
         return function_plan(named, finder, plainest(finder, best))
     fastest = distinct(finder, compiled)
@@ -166,7 +166,7 @@ def search(
     ]
     fits = [plan for plan in plans if plan is not None]
     if not fits:
-        raise nothing_fits(name, len(plans), topology)
+        raise _nothing_fits(name, len(plans), topology)
     return min(fits, key=lambda plan: plan.seconds)
 
 
@@ -207,7 +207,7 @@ def run_finder(finder: Finder, most: int, starts: Sequence[Point] = ()) -> None:
         finder.run(starts, most=most, tell=lambda made: made.show(bar, "ms"))
 
 
-def nothing_fits(name: str, count: int, on: str) -> ValueError:
+def _nothing_fits(name: str, count: int, on: str) -> ValueError:
     """That none of the plans fits into memory."""
     return ValueError(
         f"{name}: none of {count} plans fits TPU topology {on!r}: choose a larger "
@@ -264,5 +264,8 @@ def in_best_order(program: Program, torus: Topology) -> tuple[DeviceMesh, float]
     orders = device_orders(mesh.shape, torus)
     times = [step_time(module, mesh, order).seconds for order in orders]
     seconds = min(times)
-    ids = orders[times.index(seconds)].ids
-    return dataclasses.replace(mesh, device_ids=tuple(map(int, ids.flat))), seconds
+    best = times.index(seconds)
+    if best:  # The first is the trainer's, for which a mesh needs no numbers.
+        ids = tuple(map(int, orders[best].ids.flat))
+        mesh = dataclasses.replace(mesh, device_ids=ids)
+    return mesh, seconds

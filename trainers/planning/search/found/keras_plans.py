@@ -17,9 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
 from meshwright.framework.compiler.hlo.step_errors import error_text
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
@@ -27,7 +29,12 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 from meshwright.framework.devices.topology import Topology, topology_devices
 from meshwright.framework.functions import keras as mesh_keras
 from meshwright.framework.functions.keras_files import variables_of
-from meshwright.framework.functions.keras_layouts import batch_axes, layout_of
+from meshwright.framework.functions.keras_layouts import (
+    batch_axes,
+    layout_of,
+    split_weights,
+)
+from meshwright.framework.functions.keras_plan import FitPlan
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.planning.search.found.alike import distinct, plainest
@@ -41,7 +48,6 @@ from meshwright.trainers.planning.search.found.function_plans import (
     check_counts,
     function_plan,
     in_best_order,
-    nothing_fits,
     run_finder,
     searchable,
 )
@@ -60,11 +66,11 @@ class KerasLayout:
     Args:
       name: "data", "fsdp" or "tensor" for those of `distribute`, else "found".
       mesh: the device mesh.
-      layout: as of `distribute`: the name, or a row for each weight that is split.
+      layout: as of `distribute`: the name, or a table.
       data_axes: the axes that split a batch.
       priced: what it costs by propagation, without weight-update sharding; None if
         that cannot be said.
-      updates: how its weight updates are sharded.
+      updates: how its weight updates are sharded: off if AUTO shards none.
       seconds: of a step by the estimate of the compiled program; None if it was not
         compiled, or does not fit.
       memory: bytes of a device at the peak, as compiled; None as `seconds`.
@@ -117,8 +123,8 @@ class KerasPlan:
     def layout(self) -> str | Mapping[str, list]:
         """What `distribute` takes: "data", "fsdp", "tensor", or a table.
 
-        A table has for each variable that is split a row: its path, the axes of each
-        dim.
+        A table has a row for each variable of two dims or more: its path, the axes of
+        each dim.
         """
         return self.best.layout
 
@@ -153,14 +159,20 @@ class KerasPlan:
         if isinstance(self.layout, str):
             yield f"  layout: {self.layout!r}"
             return
-        rows = {path[1:-1].replace("\\", ""): row for path, row in self.layout.items()}
+        rows = {
+            path[1:-1].replace("\\", ""): row
+            for path, row in self.layout.items()
+            if any(row)
+        }
+        if not rows:
+            yield "  no weight is split"
         width = max(map(len, rows), default=0)
         for path, row in rows.items():
             yield f"  {path:<{width}}  {row}"
 
     def _table(self) -> Iterator[str]:
         meshes = [_shape(one.mesh) for one in self.layouts]
-        width = max(map(len, meshes))
+        width = max(4, *map(len, meshes))
         yield "compared, in ms a step:"
         yield f"  {'layout':<8}{'mesh':<{width}}  updates  propagated  compiled  memory"
         for one, mesh in zip(self.layouts, meshes, strict=True):
@@ -171,7 +183,7 @@ class KerasPlan:
             )
             yield (
                 f"  {one.name:<8}{mesh:<{width}}  {one.updates.value:<7}  {rough:>10}  "
-                f"{time:>8}  {one.failed or memory}"
+                f"{time:>8}  {memory}"
             )
 
 
@@ -208,25 +220,28 @@ def search_keras(
     "tensor" are compared with what is found. A bar, or log lines, tell of progress.
 
     What is compiled is the program that `fit` would run, with weight-update sharding if
-    that is estimated to pay, and without. After it the model is on the topology's
-    devices, as after `meshwright.keras.plan`: call `distribute` to train it here.
+    that is estimated to pay, and without. If programs are compiled, the model is on the
+    topology's devices afterwards, as after `meshwright.keras.plan`: call `distribute`
+    to train it here. Of a model with its own `train_step` propagation prices the call
+    and `compute_loss`.
 
     Args:
       model: a Keras 3 model of the TensorFlow backend, built and compiled.
       batch: the model's input and labels, and weights of samples if `fit` has some,
         nests of `tf.TensorSpec` whose first dim is the batch.
       topology: name of a TPU topology, as in `--topology`.
-      most: plans propagated at most.
+      most: plans propagated at most, with those of "data", "fsdp" and "tensor".
       most_axes: mesh axes at most.
-      compiled: how many of the fastest found are compiled, beside "data", "fsdp" and
-        "tensor"; the fastest of all is taken. 0: propagation decides, and libtpu is not
-        needed.
+      compiled: how many of the fastest found are compiled, beside "data" and "fsdp" on
+        one axis and "tensor" on the mesh of two axes that propagation prefers, if it
+        can price any. The fastest of all is taken. 0: propagation decides, and libtpu
+        is not needed.
       **unknown: refused.
 
     Raises:
       TypeError: an unknown option, or a batch that is not of specs.
       ValueError: the model is not built, or has no optimizer; a batch without labels,
-        or of unknown sizes; see `search` for others.
+        or of unknown or different sizes; see `search` and `distribute` for others.
       LoweringError, ImportError: see `search`.
     """
     for option in unknown:
@@ -242,7 +257,12 @@ def search_keras(
         )
     name, torus = model.name, searchable(model.name, topology)
     check_counts(name, most=(most, 1), most_axes=(most_axes, 1), compiled=(compiled, 0))
-    search = _Search(model, _checked(name, batch), torus, most_axes)
+    batch = _checked(name, batch)
+    if compiled:  # What would end the search ends it now.
+        mesh_keras.distribute(
+            model, _one_axis(torus), "data", devices=topology_devices(topology)
+        )
+    search = _Search(model, batch, torus, most_axes)
     run_finder(search.finder, most, search.starts)
     layouts = search.layouts(max(compiled, 1))
     if compiled:
@@ -250,9 +270,22 @@ def search_keras(
         layouts = [tried for layout in bar for tried in search.compiled(layout)]
     layouts = sorted(layouts, key=lambda one: one.cost)
     if layouts[0].cost == math.inf:
-        raise nothing_fits(name, len(layouts), topology)
+        raise ValueError(_none_is_left(name, layouts, topology))
     progress = search.finder.progress
     return KerasPlan(layouts=tuple(layouts), torus=torus, progress=progress)
+
+
+def _none_is_left(name: str, layouts: Sequence[KerasLayout], topology: str) -> str:
+    """The message if no layout can be taken."""
+    reasons = {f"{one.name}: {one.failed or 'no price'}": None for one in layouts}
+    return (
+        f"{name}: of the layouts compared none can be taken on {topology}: choose a "
+        f"larger topology or a smaller batch. {'; '.join(reasons)}"
+    )
+
+
+def _one_axis(torus: Topology) -> DeviceMesh:
+    return DeviceMesh(AXES[:1], (torus.size,))
 
 
 def _checked(name: str, batch: Any) -> tuple[Any, ...]:
@@ -278,6 +311,17 @@ def _checked(name: str, batch: Any) -> tuple[Any, ...]:
                 f"{name}: the batch has a tensor of shape {leaf.shape}: give all its "
                 "sizes, the number of rows of a batch too"
             )
+        if not leaf.shape.rank:
+            raise ValueError(
+                f"{name}: the batch has a scalar: the first dim of all its tensors is "
+                "the batch"
+            )
+    rows = {leaf.shape[0] for leaf in tf.nest.flatten(tuple(batch))}
+    if len(rows) > 1:
+        raise ValueError(
+            f"{name}: the tensors of the batch have {sorted(rows)} rows: give all the "
+            "same number"
+        )
     return tuple(batch)
 
 
@@ -313,8 +357,8 @@ class _Search:
     def _plain_layouts(self) -> Iterator[tuple[KerasLayout, Point | None]]:
         """Those of `distribute`, "tensor" on each mesh of two axes; and plans."""
         for name in ("data", "fsdp"):
-            yield self._with_plan(name, DeviceMesh(AXES[:1], (self._torus.size,)))
-        for shape in self.finder.shapes:
+            yield self._with_plan(name, _one_axis(self._torus))
+        for shape in self.finder.shapes if split_weights(self._model) else ():
             if len(shape) == 2:
                 pairs = [(AXES[:2], shape), (AXES[1::-1], shape[::-1])]
                 for axes, sizes in pairs[: len({*shape})]:
@@ -325,15 +369,12 @@ class _Search:
     def _with_plan(
         self, name: str, mesh: DeviceMesh
     ) -> tuple[KerasLayout, Point | None]:
-        """A layout of `distribute`; None for its plan if the search has it not."""
+        """A layout of `distribute`; None for its plan if no search has it."""
         data_axes = tuple(batch_axes(name, mesh))
         one = KerasLayout(name=name, mesh=mesh, layout=name, data_axes=data_axes)
         shape = tuple(sorted(mesh.shape, reverse=True))
         layout = layout_of(self._model, mesh, name, data_axes)
-        try:
-            leaves = self._step.shardings(layout, mesh, data_axes)
-        except ValueError:  # "tensor" splits nothing of the model.
-            return one, None
+        leaves = self._step.shardings(layout, mesh, data_axes)
         masks = self._named.masks(AXES[: len(shape)], leaves)
         if masks is None or shape not in self.finder.shapes:
             return one, None
@@ -342,67 +383,90 @@ class _Search:
         return one, Point(0, shape, masks) if is_even else None
 
     def layouts(self, count: int) -> list[KerasLayout]:
-        """The fastest `count` found, and "data", "fsdp" and the best "tensor"."""
+        """Those of `distribute`, "tensor" once, and the fastest `count` found."""
         plain: dict[str, KerasLayout] = {}
         for one, point in self._plain:
             found = point and self.finder.look_up(point)
-            one = dataclasses.replace(one, priced=found.priced if found else None)
+            if found:
+                one = self._priced(one, found)
             known = plain.get(one.name)
             if known is None or one.cost < known.cost:
                 plain[one.name] = one
-        ranked = distinct(self.finder, count + len(self._plain))
-        others = [found for found in ranked if found.point not in self.starts]
-        return [*map(self._found, others[:count]), *plain.values()]
+        starts = {*self.starts}
+        ranked = distinct(self.finder, count + len(starts))
+        plainer = [plainest(self.finder, found) for found in ranked]
+        others = [found for found in plainer if found.point not in starts]
+        return [*plain.values(), *map(self._found, others[:count])]
+
+    def _priced(self, one: KerasLayout, found: Found) -> KerasLayout:
+        failed = "" if self.finder.fits(found) else _TOO_LARGE
+        return dataclasses.replace(one, priced=found.priced, failed=failed)
 
     def _found(self, found: Found) -> KerasLayout:
-        plan = function_plan(self._named, self.finder, plainest(self.finder, found))
+        plan = function_plan(self._named, self.finder, found)
         leaves = dict(zip(plan.paths, plan.leaves, strict=True))
         table = {
             f"^{re.escape(variable)}$": [
                 (axes[0] if len(axes) == 1 else axes) or None for axes in leaf.dims
             ]
             for path, variable in self._step.paths.items()
-            if (leaf := leaves[path]) is not None and any(leaf.dims)
+            if (leaf := leaves[path]) is not None
         }
-        return KerasLayout(
+        one = KerasLayout(
             name="found",
             mesh=plan.mesh,
             layout=table,
             data_axes=plan.leaves[-1].dims[0],
-            priced=found.priced,
-            failed="" if self.finder.fits(found) else _TOO_LARGE,
         )
+        return self._priced(one, found)
 
     def compiled(self, one: KerasLayout) -> Iterator[KerasLayout]:
-        """A layout with what its program takes, in the best device order.
+        """A layout with what its program takes.
 
-        With sharded weight updates and without, if the compiler pass shards some.
+        If AUTO shards weight updates, that program, for the trainer's device order by
+        which it was decided. The one that shards none is taken in its best order.
         """
-        for updates in (WeightUpdateSharding.AUTO, WeightUpdateSharding.OFF):
-            one = dataclasses.replace(one, updates=updates)
-            try:
-                program = self._program(one)
-            except OutOfMemoryError:
-                yield dataclasses.replace(one, failed=_TOO_LARGE)
-                continue
-            mesh, seconds = in_best_order(program, self._torus)
-            memory = program.memory().peak
+        auto = dataclasses.replace(one, updates=WeightUpdateSharding.AUTO)
+        off = dataclasses.replace(one, updates=WeightUpdateSharding.OFF)
+        program = self._program(auto)
+        if isinstance(program, str):
+            yield dataclasses.replace(auto, failed=program)
+            return
+        if program.updates is not None and program.updates.sharded:
+            plan = FitPlan(topology=self._torus.name, program=program)
             yield dataclasses.replace(
-                one, mesh=mesh, seconds=seconds, memory=memory, failed=""
+                auto, seconds=plan.time.seconds, memory=plan.memory, failed=""
             )
-            if program.updates is None or not program.updates.sharded:
+            program = self._program(off)
+            if isinstance(program, str):
+                yield dataclasses.replace(off, failed=program)
                 return
+        mesh, seconds = in_best_order(program, self._torus)
+        memory = program.memory().peak
+        yield dataclasses.replace(
+            off, mesh=mesh, seconds=seconds, memory=memory, failed=""
+        )
 
-    def _program(self, one: KerasLayout) -> Program:
+    def _program(self, one: KerasLayout) -> Program | str:
+        """The program that `fit` would run; or why there is none."""
         x, y, *rest = self._batch
-        mesh_keras.distribute(
-            self._model,
-            one.mesh,
-            one.layout,
-            data_axes=one.data_axes,
-            weight_update_sharding=one.updates,
-            devices=topology_devices(self._torus.name),
-        )
-        return mesh_keras.program(
-            self._model, x, y, sample_weight=rest[0] if rest else None
-        )
+        weights = rest[0] if rest else None
+        verbosity = logging.get_verbosity()
+        # What `fit` says of a layout, it is to say of the one that is taken.
+        logging.set_verbosity(logging.ERROR)
+        try:
+            mesh_keras.distribute(
+                self._model,
+                one.mesh,
+                one.layout,
+                data_axes=one.data_axes,
+                weight_update_sharding=one.updates,
+                devices=topology_devices(self._torus.name),
+            )
+            return mesh_keras.program(self._model, x, y, sample_weight=weights)
+        except OutOfMemoryError:
+            return _TOO_LARGE
+        except LoweringError as error:
+            return str(error).splitlines()[0]
+        finally:
+            logging.set_verbosity(verbosity)

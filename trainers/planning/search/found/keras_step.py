@@ -42,6 +42,7 @@ class KerasStep:
 
         self._model = model
         self._optimizer = KerasOptimizer(optimizer=model.optimizer)
+        _build_loss(model, batch)
         self._others = others = model.non_trainable_variables
         trained = NestedMap()
         for variable in model.trainable_variables:
@@ -134,6 +135,18 @@ class KerasStep:
         )
         changed = [scope.state_mapping[id(v)] for v in self._others]
         return values.leaves(), slots, changed, loss
+
+
+def _build_loss(model: Any, batch: tuple[Any, ...]) -> None:
+    """Has Keras make what tracks the losses of several outputs: a trace may not."""
+    from keras import KerasTensor
+    from keras.src.backend import compute_output_spec
+
+    x, y, *rest = tf.nest.map_structure(
+        lambda spec: KerasTensor(spec.shape, spec.dtype.name), batch
+    )
+    outputs = compute_output_spec(model, x, training=False)
+    compute_output_spec(model.compute_loss, x, y, outputs, *rest, training=False)
 
 
 def _spec_of(variable: Any) -> WeightSpec:

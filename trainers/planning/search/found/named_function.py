@@ -123,7 +123,7 @@ class NamedFunction:
 
         Args:
           axes: the mesh axes in the order of the masks' bits.
-          shardings: of each leaf; None as nothing.
+          shardings: of each leaf; None: left to propagation.
         """
         masks: dict[int, int] = {}
         for numbers, sharding in zip(self._numbers, shardings, strict=True):

@@ -8,9 +8,11 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.lowering.errors import leaves_of
+from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError, Refusal
+from meshwright.framework.compiler.lowering.errors import LoweringError, leaves_of
 from meshwright.framework.functions.keras_layouts import layout_of
 from meshwright.trainers import search_keras
+from meshwright.trainers.planning.search.found.finding import Finder
 from meshwright.trainers.planning.search.found.keras_step import KerasStep
 from tests.needs import libtpu
 
@@ -70,7 +72,7 @@ def test_layers_are_split_alike_and_slots_as_their_weights():
     rows = best.layout
     both = [rows.get(f"^sized/dense_{number}/kernel$") for number in (1, 2)]
     assert both[0] == both[1] and rows
-    assert all(path.endswith("/kernel$") for path in rows)
+    assert all(path.endswith("/kernel$") for path in rows)  # Of two dims each.
     step = KerasStep(model(), batch_of(512))
     layout = layout_of(model(), best.mesh, rows, best.data_axes)
     paths = [path for path, _ in leaves_of(step.args)]
@@ -120,6 +122,8 @@ def test_the_fastest_program_of_fit_is_taken():
     assert {*names} == {"found", "data", "fsdp"}  # There is no mesh of two axes.
     seconds = [one.seconds for one in found.layouts]
     assert seconds == sorted(seconds) and found.best.memory
+    how = {one.updates.value for one in found.layouts if one.name == "data"}
+    assert how == {"auto", "off"}
     planned = model()
     x, y = batch_of(4096)
     plan = mw.keras.plan(
@@ -129,6 +133,57 @@ def test_the_fastest_program_of_fit_is_taken():
     assert plan.memory == found.best.memory
 
 
+def two_outputs():
+    x = keras.Input((WIDTH,))
+    outputs = {"a": keras.layers.Dense(256)(x), "b": keras.layers.Dense(512)(x)}
+    made = keras.Model(x, outputs, name="two")
+    made.compile("sgd", {"a": "mse", "b": "mae"})
+    return made
+
+
+def test_several_outputs_and_weights_of_samples():
+    y = {"a": tf.TensorSpec([4096, 256]), "b": tf.TensorSpec([4096, 512])}
+    batch = tf.TensorSpec([4096, WIDTH]), y, {"a": W, "b": W}
+    searched = two_outputs()
+    found = search_keras(searched, batch, "v3:2x2", most=9, compiled=0)
+    assert found.mesh.axes_size(found.options["data_axes"]) > 1
+    mw.keras.distribute(searched, found.mesh, found.layout, **found.options)
+    x, y = np.ones([16, WIDTH]), {"a": np.ones([16, 256]), "b": np.ones([16, 512])}
+    assert np.isfinite(searched.fit(x, y, verbose=0).history["loss"][0])
+
+
+def test_what_fits_nowhere_is_told(monkeypatch):
+    monkeypatch.setattr(Finder, "fits", lambda self, found: False)
+    with pytest.raises(ValueError, match="none can be taken on v3:2x2.*data: does not"):
+        search_with(ROWS, most=5)
+
+
+@libtpu
+def test_what_does_not_compile_is_left_out(monkeypatch):
+    real = mw.keras.program
+    tried = []
+
+    def program(one, *args, **kwargs):
+        tried.append(one)
+        if len(tried) == 1:
+            raise OutOfMemoryError("sized", Refusal(needed=2**35, available=2**34))
+        if len(tried) == 2:
+            raise LoweringError("sized: no such op\nand more")
+        return real(one, *args, **kwargs)
+
+    monkeypatch.setattr(mw.keras, "program", program)
+    batch = batch_of(64)
+    found = search_keras(model("sgd"), batch, "v3:1x1", most=5, compiled=1)
+    failed = {one.name: one.failed for one in found.layouts}
+    assert failed == {
+        "data": "does not fit",
+        "fsdp": "sized: no such op",
+        "found": "",
+    }
+    assert "does not fit" in found.text() and "no such op" in found.text()
+
+
+W = tf.TensorSpec([4096])
 X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
 
 
@@ -144,6 +199,8 @@ X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
         (X, "v3:2x2", {}, ValueError, "sized: a batch is a tuple of the model's input"),
         ((X,), "v3:2x2", {}, ValueError, "a batch is a tuple of .* and the labels"),
         ((np.zeros([8, WIDTH]), Y), "v3:2x2", {}, TypeError, "the batch has a ndarray"),
+        ((X, tf.TensorSpec([])), "v3:2x2", {}, ValueError, "the batch has a scalar"),
+        ((X, W), "v3:2x2", {}, ValueError, r"have \[8, 4096\] rows: give all the same"),
         (
             (tf.TensorSpec([None, WIDTH]), Y),
             "v3:2x2",
@@ -156,6 +213,20 @@ X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
 def test_what_cannot_be_searched_is_told(batch, topology, options, error, message):
     with pytest.raises(error, match=message):
         search_keras(model(), batch, topology, **options)
+
+
+def test_specs_of_a_batch_have_all_sizes():
+    one = model()
+    mw.keras.distribute(one, mw.DeviceMesh(("X",), (8,)))
+    with pytest.raises(ValueError, match="give the spec its number of rows too"):
+        mw.keras.program(one, tf.TensorSpec([None, WIDTH]), Y)
+    with pytest.raises(ValueError, match="specs are of one batch, and batch_size is 4"):
+        mw.keras.program(one, X, Y, batch_size=4)
+
+
+def test_fsdp_without_axes_is_refused():
+    with pytest.raises(ValueError, match="along data_axes, which are"):
+        mw.keras.distribute(model(), mw.DeviceMesh(("X",), (8,)), "fsdp", data_axes=())
 
 
 def test_what_is_not_compiled_is_refused():
