@@ -21,30 +21,31 @@ from absl import app, flags
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.trainers import search_keras
 
-_WORDS, _TOKENS, _WIDTH, _HEADS = 8192, 256, 1024, 8
+_WORDS, _TOKENS, _HEADS = 8192, 256, 8
 
 
 def define_flags() -> None:
     """Called only by this program."""
     flags.DEFINE_string("on", "v3:4x4", "TPU topology.")
     flags.DEFINE_integer("layers", 4, "Layers of the model.", lower_bound=1)
+    flags.DEFINE_integer("width", 1024, "Its width.", lower_bound=_HEADS)
     flags.DEFINE_integer("rows", 64, "Rows of a batch.", lower_bound=1)
     flags.DEFINE_integer("propagated", 1000, "Plans propagated.", lower_bound=1)
     flags.DEFINE_integer("budget", 2, "Plans of the search compiled.", lower_bound=1)
 
 
-def transformer(layers: int) -> keras.Model:
+def transformer(layers: int, width: int) -> keras.Model:
     """A decoder of Keras's layers, built and compiled."""
     ids = keras.Input((_TOKENS,), dtype="int32")
-    x = keras.layers.Embedding(_WORDS, _WIDTH, name="embedding")(ids)
+    x = keras.layers.Embedding(_WORDS, width, name="embedding")(ids)
     for _ in range(layers):
         y = keras.layers.LayerNormalization()(x)
-        size = _WIDTH // _HEADS
+        size = width // _HEADS
         attention = keras.layers.MultiHeadAttention(_HEADS, size, use_bias=False)
         x += attention(y, y, use_causal_mask=True)
         y = keras.layers.LayerNormalization()(x)
-        y = keras.layers.Dense(4 * _WIDTH, "relu")(y)
-        x += keras.layers.Dense(_WIDTH)(y)
+        y = keras.layers.Dense(4 * width, "relu")(y)
+        x += keras.layers.Dense(width)(y)
     model = keras.Model(ids, keras.layers.Dense(_WORDS, name="softmax")(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss)
@@ -54,7 +55,7 @@ def transformer(layers: int) -> keras.Model:
 def main(_) -> None:
     """Prints the layout, what it was compared with, and what the search took."""
     set_platform("cpu")
-    model = transformer(flags.FLAGS.layers)
+    model = transformer(flags.FLAGS.layers, flags.FLAGS.width)
     spec = tf.TensorSpec([flags.FLAGS.rows, _TOKENS], tf.int32)
     begun, clock = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     found = search_keras(
