@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import orbax.checkpoint as ocp
@@ -35,6 +35,7 @@ _AFTERWARDS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _BLOCK = 4 << 20  # bytes
+_MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
 _THREADS = min(8, os.cpu_count() or 1)
 _MAX_SHOWN = 4
 _UNREADABLE = -1  # Instead of a number of problems.
@@ -77,6 +78,16 @@ class Verified:
 
     folder: epath.Path
     sizes: dict[str, int]
+
+    def check_descriptions(self) -> None:
+        """Checks that the files which describe arrays are small enough to be parsed.
+
+        Raises:
+          ValueError: one is not.
+        """
+        for path, size in self.sizes.items():
+            if size > _MAX_JSON and "/d/" not in path:  # Arrays are in folders `d`.
+                raise ValueError(f"{path} has {size:,} bytes, too many to describe")
 
     def check_still_there(self, gather: Gather) -> None:
         """Checks that no file has gone since, at the cost of reading all sizes.
@@ -162,6 +173,19 @@ def verify(folder: epath.Path, gather: Gather) -> Verified:
 
     _raise_together(folder, problems, gather)
     return Verified(folder=folder, sizes=sizes)
+
+
+def are_as_saved(folder: epath.Path, paths: Iterable[str]) -> bool:
+    """Whether files that describe arrays match their digests, for this process."""
+    try:
+        lines = (folder / DIGESTS).read_bytes().decode(errors="replace").splitlines()
+        return all(
+            (file := folder / path).stat().length <= _MAX_JSON
+            and f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {path}" in lines
+            for path in paths
+        )
+    except OSError:
+        return False
 
 
 def _raise_together(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epath
+
 from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
+from meshwright.trainers.startup.gin_text import rounds_of_pipelines
 
 _MAX_SHOWN = 10
 _BESIDE_WEIGHTS = {"slots": "optimizer", "ema": "moving average"}
@@ -83,12 +87,33 @@ def _order_from_json(saved: Any, shape: Sequence[int]) -> LayerOrder | None:
     return order
 
 
-def has_orders(saved: Mapping[str, Any]) -> bool:
-    """Whether a manifest says in which order layers are; those of old do not."""
-    return any("order" in form for form in saved.values())
+def json_file(item: str) -> str:
+    """The path of an item that is JSON, in the folder of its checkpoint."""
+    return f"{item}/metadata"
 
 
-def with_rounds(saved: Mapping[str, ArraySpec], rounds: int) -> dict[str, ArraySpec]:
+def read_json(folder: epath.Path, item: str) -> Any:
+    """The values of the item `item` of the checkpoint in `folder`."""
+    return json.loads((folder / json_file(item)).read_text())
+
+
+def read(folder: epath.Path) -> dict[str, ArraySpec]:
+    """The forms of all leaves of the checkpoint in `folder`, by path.
+
+    Raises:
+      ValueError: its manifest is none.
+      OSError: it cannot be read.
+    """
+    manifest = read_json(folder, "manifest")
+    forms = from_json(manifest)
+    if any("order" in form for form in manifest.values()):
+        return forms
+    # Manifests of old do not say in which order layers are.
+    rounds = rounds_of_pipelines(read_json(folder, "metadata"))
+    return _with_rounds(forms, rounds) if rounds else forms
+
+
+def _with_rounds(saved: Mapping[str, ArraySpec], rounds: int) -> dict[str, ArraySpec]:
     """Forms of a manifest without orders: all pipelines had so many rounds.
 
     Leaves that stack nothing get an order too, which nothing reads.

@@ -43,6 +43,17 @@ def to_dict(tree: NestedMap) -> dict[str, Any]:
     }
 
 
+def check_shardings(abstract: NestedMap) -> None:
+    """Checks that each leaf of what is to be restored has a sharding.
+
+    Raises:
+      ValueError: one has none.
+    """
+    for path, spec in abstract.items_by_path():
+        if spec.sharding is None:
+            raise ValueError(f"restoring {path} needs a sharding for it")
+
+
 class _Step(ocp.path.step.Metadata):
     @property
     def commit_timestamp(self) -> datetime.datetime:

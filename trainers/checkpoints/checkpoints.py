@@ -40,11 +40,8 @@ from meshwright.trainers.checkpoints.checkpoint_progress import (
     bytes_read,
     bytes_written,
 )
-from meshwright.trainers.startup.gin_text import rounds_of_pipelines
 
 log = logging.getLogger("absl")
-
-_MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
 
 _INPUT = "input"
 
@@ -231,7 +228,7 @@ class Checkpoints:
         """
         step = self.existing(step)
         try:
-            saved = self._read_json(step, "metadata")
+            saved = manifests.read_json(self._folder(step), "metadata")
             if not isinstance(saved, dict):
                 raise ValueError(f"it is a {type(saved).__name__}, no dict")
             return saved
@@ -257,6 +254,24 @@ class Checkpoints:
                 f"the state of the input in {folder} cannot be read ({brief(error)})"
             ) from error
 
+    def check_newest(self, abstract: NestedMap) -> None:
+        """Checks that the newest step is of this model, without reading its arrays.
+
+        If it is damaged, or there is none, nothing is checked.
+
+        Args:
+          abstract: as in `restore`.
+
+        Raises:
+          CheckpointError: it does not hold the weights of `abstract`, as in `restore`.
+        """
+        if (step := self.latest_step()) is None:
+            return
+        files = map(manifests.json_file, ("manifest", "metadata"))
+        with contextlib.suppress(OSError, ValueError):  # Of which `restore` tells.
+            if digests.are_as_saved(self._folder(step), files):
+                self._check_model(step, abstract)
+
     def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
         """The state saved as `step`, with the shardings of `abstract`.
 
@@ -272,13 +287,10 @@ class Checkpoints:
             the first differences.
           ValueError: an entry of `abstract` has no sharding.
         """
-        _check_shardings(abstract)
+        checkpoint_orbax.check_shardings(abstract)
 
         def read(step: int) -> NestedMap:
-            name = f"checkpoint step {step} in {self._directory}"
-            saved = self._forms(step)
-            manifests.check_model(name, saved, abstract)
-            self._check_orders(step, saved, abstract)
+            self._check_model(step, abstract)
             args = ocp.args.StandardRestore(checkpoint_orbax.to_dict(abstract))
             handler = ocp.StandardCheckpointHandler()
             return self._read_state(step, handler, args, abstract)
@@ -302,10 +314,10 @@ class Checkpoints:
         """
 
         def read(step: int) -> NestedMap:
-            saved = self._forms(step)
+            saved = manifests.read(self._folder(step))
             abstract = choose(saved)
             self._check_orders(step, saved, abstract)
-            _check_shardings(abstract)
+            checkpoint_orbax.check_shardings(abstract)
             item = checkpoint_orbax.to_dict(abstract)
             how = ocp.checkpoint_utils.construct_restore_args(item)
             args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
@@ -355,9 +367,7 @@ class Checkpoints:
         verified = digests.verify(self._folder(step), self._gather)
         result, failure = None, None
         try:
-            for path, size in verified.sizes.items():
-                if size > _MAX_JSON and "/d/" not in path:  # Arrays are in folders `d`.
-                    raise ValueError(f"{path} has {size:,} bytes, too many to describe")
+            verified.check_descriptions()
             result = read(step)
         except CheckpointError:  # It does not fit, in all processes alike.
             raise
@@ -421,13 +431,11 @@ class Checkpoints:
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
-    def _forms(self, step: int) -> dict[str, ArraySpec]:
-        manifest = self._read_json(step, "manifest")
-        forms = manifests.from_json(manifest)
-        if manifests.has_orders(manifest):
-            return forms
-        rounds = rounds_of_pipelines(self._read_json(step, "metadata"))
-        return manifests.with_rounds(forms, rounds) if rounds else forms
+    def _check_model(self, step: int, abstract: NestedMap) -> None:
+        saved = manifests.read(self._folder(step))
+        name = f"checkpoint step {step} in {self._directory}"
+        manifests.check_model(name, saved, abstract)
+        self._check_orders(step, saved, abstract)
 
     def _check_orders(
         self, step: int, saved: Mapping[str, ArraySpec], abstract: NestedMap
@@ -435,9 +443,6 @@ class Checkpoints:
         paths = [path for path, _ in abstract.items_by_path() if path in saved]
         wanted = {path: (saved[path], self._orders.get(path)) for path in paths}
         manifests.check_orders(f"checkpoint {self._folder(step)}", wanted)
-
-    def _read_json(self, step: int, item: str) -> Any:
-        return json.loads((self._folder(step) / item / "metadata").read_text())
 
     def _read_state(
         self,
@@ -492,9 +497,3 @@ class Checkpoints:
     def _kept(self) -> str:
         steps = self._steps_on_disk()
         return f"step {steps[-1]} is kept" if steps else "no earlier step is there"
-
-
-def _check_shardings(abstract: NestedMap) -> None:
-    for path, spec in abstract.items_by_path():
-        if spec.sharding is None:
-            raise ValueError(f"restoring {path} needs a sharding for it")

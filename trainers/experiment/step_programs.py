@@ -182,10 +182,10 @@ class StepPrograms:
         Raises:
           ValueError: a row has a name like that of a dim which has no row.
         """
-        plan = self.noted_dims()
         specs = self.weights, self.state_specs  # The weight names its slots' dims.
         dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
-        for line in plan.warnings(dims):
+        NotingPlan.of(self.experiment.plan).warnings(dims)  # Raises before any trace.
+        for line in self.noted_dims().warnings(dims):
             log.warning("%s", line)
 
     def names_given(self) -> tuple[str, ...]:

@@ -204,8 +204,8 @@ class _Loop:
     def run_to_end(self) -> TrainResult:
         if self.run.evaluate:
             check_held_out(self.experiment)
+        self.checkpoints.check_newest(TrainState.abstract(self.programs))
         trace(self.programs)
-        self.programs.check_dims_of_plan()
         for line in start_notes(self.programs):
             log_line("%s", line)
         replicated = replication.report_text(self._replicated())

@@ -76,6 +76,7 @@ def _run(
 def _dry_run(experiment: Experiment) -> None:
     check_takes_part(experiment.plan.mesh)
     programs = StepPrograms(experiment)
+    programs.check_dims_of_plan()
     programs.traced_main  # noqa: B018  Traces, and raises any errors.
     weights = programs.state_specs.theta.leaves()
     count = sum(math.prod(spec.shape) for spec in weights)
@@ -85,7 +86,6 @@ def _dry_run(experiment: Experiment) -> None:
     batch = experiment.task.batch_spec(experiment.global_batch)
     for path, spec in batch.items_by_path():
         print(f"  batch.{path}: {spec.dtype.name} {list(spec.shape)}")
-    programs.check_dims_of_plan()
     for line in start_notes(programs):
         print(line)
     print("The training program was traced. Nothing was read, compiled or written.")
@@ -94,11 +94,14 @@ def _dry_run(experiment: Experiment) -> None:
 def _train_or_evaluate(
     experiment: Experiment, run: loop.Run, peers: Peers | None
 ) -> int | None:
-    if train_flags.MODE.value == "eval":
-        loop.check_is_saved(run)
-    else:
+    is_trained = train_flags.MODE.value != "eval"
+    if is_trained:
         _check_has_a_start(experiment, run)
+    else:
+        loop.check_is_saved(run)
     programs = StepPrograms(experiment)
+    if is_trained:
+        programs.check_dims_of_plan()
     output = sys.stdout if is_first_process() else io.StringIO()
     with contextlib.redirect_stdout(output):
         mesh = experiment.plan.mesh
@@ -106,7 +109,7 @@ def _train_or_evaluate(
         for name, value in experiment.task.describe_data().items():
             print(f"  {name}: {number_text(value)}")
         sys.stdout.flush()
-        if train_flags.MODE.value == "eval":
+        if not is_trained:
             metrics = loop.evaluate_latest(programs, run, peers)
             if metrics is None:
                 print("Stopped by a signal before the end of the evaluation.")

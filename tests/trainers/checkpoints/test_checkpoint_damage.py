@@ -13,7 +13,6 @@ from etils import epath
 
 from meshwright.framework.compiler.xla.processes import gather_from_processes
 from meshwright.trainers.checkpoints import checkpoint_digests as digests
-from meshwright.trainers.checkpoints import checkpoints
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
     CheckpointError,
@@ -329,7 +328,7 @@ def test_metadata_that_is_none(saved):
 
 
 def test_descriptions_of_many_bytes_are_not_read(saved, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_MAX_JSON", 1000)
+    monkeypatch.setattr(digests, "_MAX_JSON", 1000)
     (saved / "2" / "metadata" / "metadata").write_text("[" + "0," * 1000 + "0]")
     write_digests(saved / "2")
     message = "metadata/metadata has 2,003 bytes, too many to describe"

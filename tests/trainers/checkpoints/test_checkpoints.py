@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 
@@ -167,11 +168,15 @@ def test_checkpoint_of_another_model_lists_the_differences(saved):
     )
     abstract.step = jax.ShapeDtypeStruct((), jnp.uint32, sharding=one_device())
     abstract.slots.m = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=one_device())
-    with (
-        Checkpoints(saved) as reader,
-        pytest.raises(CheckpointError, match=r"(?s)step 2 .* of another model") as info,
-    ):
-        reader.restore(None, abstract)
+    with Checkpoints(saved) as reader:
+        reader.check_newest(make_abstract())
+        with pytest.raises(CheckpointError, match="step 2 .* of another model") as info:
+            reader.restore(None, abstract)
+        with pytest.raises(CheckpointError, match=re.escape(str(info.value))):
+            reader.check_newest(abstract)
+        manifest = saved / "2" / "manifest" / "metadata"
+        manifest.write_text(manifest.read_text().replace("256", "512"))
+        reader.check_newest(abstract)  # `restore` goes on from an earlier step.
     assert str(info.value).splitlines()[1:-1] == [
         "  theta.b bfloat16[7] is only in the checkpoint",
         "  theta.layer.w is float32[256, 64] in the checkpoint, "

@@ -16,6 +16,7 @@ from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.tasks.text.text_input import TextFiles
 from meshwright.trainers import cli
 from meshwright.trainers import train as main_module
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import training_main
 from tests.trainers import small_run
 from tests.trainers.small_run import (
@@ -158,8 +159,14 @@ def test_unwritable_model_dir(tmp_path, folder):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_checkpoint_of_another_model(straight, tmp_path):
+def test_checkpoint_of_another_model(straight, tmp_path, monkeypatch):
+    """Told before anything is traced, as is a dim of weights that is misspelt."""
     shutil.copytree(straight()[1], tmp_path / "run")
+    monkeypatch.setattr(training_main.loop, "trace", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(StepPrograms, "noted_dims", None)
+        misspelt = "ShardingPlan.weights = {'modell': 'X'}"
+        assert "do you mean model?" in error_of(tmp_path / "none", misspelt)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     error = error_of(tmp_path / "run", "MODEL_DIMS = 32")
     assert "checkpoint step 20 in " in error
