@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
+from tensorflow.python.framework import op_def_registry
 
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.origins import (
@@ -259,7 +260,16 @@ class _Walk:
                 yield from self.visit(inner, inner_place)
 
 
+@functools.cache
+def _calls(op_type: str) -> bool:
+    """Whether ops of a type have functions among their attributes."""
+    definition = op_def_registry.get(op_type)
+    return definition is not None and any("func" in a.type for a in definition.attr)
+
+
 def _called(op: tf.Operation) -> list[str]:
+    if not _calls(op.type):  # Making `node_def` would take many times as long.
+        return []
     attributes = op.node_def.attr.values()
     single = [a.func.name for a in attributes if a.HasField("func")]
     return single + [f.name for a in attributes for f in a.list.func]

@@ -58,19 +58,22 @@ def end_of(block) -> Any:
 
 def operand_places(op) -> list[tuple[Any, int]]:
     """(operation, operand number) where `op`, or an op in it, uses an outside value."""
+    places = [(op, number) for number in range(len(op.operands))]
     if not len(op.regions):
-        return [(op, number) for number in range(len(op.operands))]
-    inside = {result for inner in walk(op) for result in inner.results}
-    for holder in (op, *walk(op)):
-        for region in holder.regions:
-            for block in region.blocks:
-                inside.update(block.arguments)
-    return [
-        (user, i)
-        for user in (op, *walk(op))
-        for i, value in enumerate(user.operands)
-        if value not in inside
-    ]
+        return places
+    inside = set(_arguments_inside(op))
+    for user in walk(op):  # What an op uses was made before it.
+        places += [(user, i) for i, v in enumerate(user.operands) if v not in inside]
+        inside.update(user.results)
+        inside.update(_arguments_inside(user))
+    return places
+
+
+def _arguments_inside(op) -> Iterator[ir.Value]:
+    """The arguments of the blocks of an op's own regions."""
+    for region in op.regions:
+        for block in region.blocks:
+            yield from block.arguments
 
 
 def operands_of(op) -> list:

@@ -109,6 +109,7 @@ class Recorded:
         self.main = ir.SymbolTable(module)["main"].operation
         self._shardings: dict[str, Sharding] = {}
         self._origins: dict[Place, dict[str, str]] = {}
+        self._places: dict[ir.Value, Place] = {}
 
     @property
     def returned(self) -> list[ir.Value]:
@@ -117,6 +118,11 @@ class Recorded:
 
     def place(self, value: ir.Value) -> Place:
         """What has the sharding of a value."""
+        if value not in self._places:
+            self._places[value] = self._find_place(value)
+        return self._places[value]
+
+    def _find_place(self, value: ir.Value) -> Place:
         owner = value.owner
         if isinstance(owner, ir.Block) and owner.owner.operation.name == WHILE:
             value = owner.owner.operation.results[value.arg_number]
