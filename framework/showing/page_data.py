@@ -30,6 +30,7 @@ from meshwright.framework.compiler.explaining.texts.explain_text import (
 from meshwright.framework.compiler.explaining.texts.folds import (
     RANDOM_BITS,
     folded_bits,
+    grouped,
 )
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
@@ -152,15 +153,16 @@ def _folded_layouts(
 
     As in the text of `explain`: the generator takes some hundred ops for a mask.
     """
-    groups: dict[Hashable, list[TensorLayout]] = {}
-    for tensor, source in sources.items():
-        key: Hashable = tensor
+
+    def key(tensor: TensorLayout) -> tuple:
+        source = sources[tensor]
         is_bits = tensor.dtype == RANDOM_BITS and source is not None
         is_alone = not is_bits or source.annotation is not None
-        if not is_alone and reasons.name_of(reasons.place(tensor)) not in sent:
-            key = tensor.layer, str(source), source.is_gradient, tensor.sharding
-        groups.setdefault(key, []).append(tensor)
-    return [sorted(g, key=lambda t: -math.prod(t.shape)) for g in groups.values()]
+        if is_alone or reasons.name_of(reasons.place(tensor)) in sent:
+            return ()
+        return tensor.layer, str(source), source.is_gradient, tensor.sharding
+
+    return grouped(sources, key, lambda tensor: math.prod(tensor.shape))
 
 
 def _noting(values: dict[str, Any], others: Sequence[Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.framework.sizes import counted
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         RematerializedTensor,
         TensorReport,
     )
+
+T = TypeVar("T")
 
 RANDOM_BITS = "u32"
 """The dtype of random bits."""
@@ -48,12 +50,22 @@ def folded(
 
 def folded_bits(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
     """Like `folded`, of random bits alone."""
-    groups: dict[tuple, list[TensorReport]] = {}
-    for tensor in tensors:
+
+    def key(tensor: TensorReport) -> tuple:
         is_alone = tensor.annotated or tensor.collectives
-        key = () if is_alone else _bits_key(tensor)
-        groups.setdefault(key or (id(tensor),), []).append(tensor)
-    return [_largest_first(group) for group in groups.values()]
+        return () if is_alone else _bits_key(tensor)
+
+    return grouped(tensors, key, lambda tensor: tensor.bytes)
+
+
+def grouped(
+    tensors: Iterable[T], key: Callable[[T], tuple], size: Callable[[T], int]
+) -> list[list[T]]:
+    """Tensors of one key together, the largest first, and those of the key () alone."""
+    groups: dict[tuple, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor) or (id(tensor),), []).append(tensor)
+    return [sorted(group, key=lambda t: -size(t)) for group in groups.values()]
 
 
 def _largest_first(tensors: Iterable[TensorReport]) -> list[TensorReport]:
