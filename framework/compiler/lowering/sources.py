@@ -167,9 +167,9 @@ class Sources:
         """`op 'stack/attention/mul' (stack.attention, mine.py:12)`, for messages."""
         source = self.find(op_name)
         if source is None:
-            return f"op {op_name!r}"
+            return f"op {shown_name(op_name)!r}"
         made = ", ".join(filter(None, (source.layer, str(source))))
-        return f"op {source.op_name!r}{f' ({made})' if made else ''}"
+        return f"op {shown_name(source.op_name)!r}{f' ({made})' if made else ''}"
 
     @functools.cached_property
     def order(self) -> dict[str, int]:

@@ -72,6 +72,8 @@ Decision = tuple[Chosen, Repair]
 """A layout for an operation, and the changes that it makes."""
 _ROUNDS = 8
 _REMEDY = "Annotate these tensors so, or split their other dims"
+_WARNED_BYTES = 1024
+"""Of a repair that sends fewer bytes to each device there is no warning."""
 
 
 def repair(
@@ -192,7 +194,7 @@ def _lay_out(
 
 
 def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
-    """Warns of repairs that cost communication, or refuses them."""
+    """Warns of repairs that cost communication, or refuses them; logs small ones."""
     costly = [repair for repair in repairs if repair.is_costly]
     costly.sort(key=lambda repair: -repair.bytes)
     if costly and strict:
@@ -203,7 +205,8 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
             "compile with strict=False"
         )
     for repair in _REPORT.get()(name, costly):
-        logging.warning("%s: %s. %s", name, repair, _REMEDY)
+        level = logging.WARNING if repair.bytes >= _WARNED_BYTES else logging.INFO
+        logging.log(level, "%s: %s. %s", name, repair, _REMEDY)
 
 
 _REPORT = contextvars.ContextVar(

@@ -6,7 +6,12 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from meshwright.framework.compiler.lowering.sources import Source, Sources, program_name
+from meshwright.framework.compiler.lowering.sources import (
+    Source,
+    Sources,
+    program_name,
+    shown_name,
+)
 from meshwright.framework.compiler.repair.convolutions.conv_layout import Layout, joined
 from meshwright.framework.compiler.repair.halos.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import FactorKind, OpLayout, Tensor
@@ -25,7 +30,7 @@ class Repair:
 
     Args:
       fault: the row of the table of faults.
-      op_name: the name of the TF op.
+      op_name: the name of the TF op, as texts print it.
       source: where the op was made, None if unknown.
       before: the completed shardings of its operands and results, None where mesh axes
         cannot express one.
@@ -122,7 +127,7 @@ def repair_of(
     halos = chosen.bytes(op_layout) if isinstance(chosen, Halos) else 0
     return Repair(
         fault=fault,
-        op_name=name,
+        op_name=shown_name(name),
         source=sources.find(name),
         before=tuple(tensor.sharding for tensor in op_layout.tensors),
         after=after,
