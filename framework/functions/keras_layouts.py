@@ -143,12 +143,17 @@ class TensorParallel(Layout):
         if split is not None:
             by = f'the layout "tensor", which splits {split.rule.text}'
             return self.missed(variable, mesh) or by
-        if id(variable) in self._ends:
+        nothing, product = '"tensor" splits no dim of it', self._left.get(id(variable))
+        if product is None:
+            return '"tensor" splits embeddings, and kernels of dense layers, alone'
+        if product.narrows:
             return (
-                '"tensor" splits no dim of it, as its layer has fewer units than '
-                "inputs, and follows none that is split by units"
+                f"{nothing}, as its layer has fewer units than inputs, and follows "
+                "none that is split by units"
             )
-        return '"tensor" splits no dim of it'
+        if product.units and product.units == product.inputs:
+            return f"{nothing}, as its layer has as many units as inputs: give it a row"
+        return f"{nothing}, as its layer is neither attention nor feed-forward"
 
     def missed(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """That the axis does not divide the dim."""
@@ -188,10 +193,11 @@ class TensorParallel(Layout):
         return {id(split.weight._value): split for split in split_weights(self.model)}
 
     @functools.cached_property
-    def _ends(self) -> set[int]:
-        """`id`s of the kernels that have fewer units than inputs."""
+    def _left(self) -> dict[int, _Product]:
+        """The products whose kernels are not split, by `id` of the variable."""
         products = [_product_of(layer) for _, layer in _inner_layers(self.model)]
-        return {id(p.kernel._value) for p in products if p and p.narrows}
+        by_id = {id(p.kernel._value): p for p in products if p}
+        return {key: p for key, p in by_id.items() if key not in self._splits}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,6 +23,8 @@ from meshwright.framework.sizes import bytes_text
 
 _PATH = "_meshwright_path"
 _NUMBER = re.compile(r"_\d+$")
+_WARNED_BYTES = 1 << 20
+"""Padding of fewer bytes of variables is no warning: it costs next to nothing."""
 
 
 def path_of(variable: tf.Variable) -> str:
@@ -297,9 +299,10 @@ def layout_notes(
       forms: of the variables, in order; None: completion decides.
 
     Returns:
-      The line, and whether the layout did not do something that it is to do.
+      The line, and whether it is of note: the layout did not do something that it is to
+      do, or much is padded.
     """
-    total = held = alike = count = 0
+    total = held = alike = count = uneven = 0
     padded = []
     for variable, form in zip(variables, forms, strict=False):
         size = variable.shape.num_elements() * variable.dtype.size
@@ -309,6 +312,7 @@ def layout_notes(
         if share == size:
             alike, count = alike + size, count + 1
         if form and form.combined is None and not form.is_logical:
+            uneven += size
             padded.append(f"{path_of(variable)} {form.shape} to {form.stored_shape}")
     why = {path_of(v): layout.missed(v, mesh) for v in variables}
     missed = [f"{path}: {text}" for path, text in why.items() if text]
@@ -322,7 +326,7 @@ def layout_notes(
         line += f"; padded, as the axes do not divide them: {_first(padded)}"
     if missed:
         line += f"; not split are {len(missed)}, such as {missed[0]}"
-    return line, bool(padded or missed)
+    return line, bool(missed) or uneven >= _WARNED_BYTES
 
 
 def _first(texts: Sequence[str]) -> str:

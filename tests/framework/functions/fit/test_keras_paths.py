@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
-from meshwright.framework.functions.keras_layouts import split_weights
+from meshwright.framework.functions.keras_layouts import TensorParallel, split_weights
+from meshwright.framework.functions.layout import LayoutTable, layout_notes
 from meshwright.framework.functions.mesh_variable import value_of
+from meshwright.framework.sharding.stored_form import StoredForm
 
 LAYERS = keras.layers
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
@@ -177,7 +179,9 @@ def test_what_an_axis_does_not_divide_is_told(caplog):
     assert f"not split are 2, such as tiny/a/kernel: {why}" in caplog.text
     model.fit(X, Y, verbose=0)
     assert caplog.text.count("such as tiny/a/kernel") == 1
+    caplog.set_level("INFO", logger="absl")
     two(30, {"a/kernel": [None, "model"]})
+    assert caplog.records[-1].levelname == "INFO"  # Few bytes are padded.
     padded = "tiny/a/kernel (12, 30) to (12, 32)"
     assert f"padded, as the axes do not divide them: {padded}" in caplog.text
 
@@ -187,7 +191,7 @@ def test_what_an_axis_does_not_divide_is_told(caplog):
     [
         ("data", "a/kernel", 'the layout "data" splits no weights'),
         ("fsdp", "b/bias", '"fsdp" splits no dim shorter than 8, the number of its'),
-        ("tensor", "b/bias", '"tensor" splits no dim of it'),
+        ("tensor", "b/bias", '"tensor" splits embeddings, and kernels of dense'),
         ({"a/kernel": [None, "model"]}, "b/bias", "no row of the layout is for it"),
     ],
     ids=["data", "fsdp", "tensor", "table"],
@@ -195,6 +199,16 @@ def test_what_an_axis_does_not_divide_is_told(caplog):
 def test_what_a_layout_leaves_has_a_reason(layout, name, why):
     _, program = two(32, layout, weight_update_sharding="off")
     assert why in str(program.why(f"argument 0.tiny/{name}"))
+
+
+@pytest.mark.parametrize(("units", "is_warned_of"), [(2, False), (512, True)])
+def test_padding_of_many_bytes_is_a_warning(units, is_warned_of):
+    weight = tf.Variable(tf.zeros([1030, units]), name="kernel")
+    form = StoredForm((1030, units), tf.float32, mw.Sharding.parse(MESH, "[model,_]"))
+    line, is_of_note = layout_notes(LayoutTable({}), MESH, [weight], [form])
+    assert is_of_note == is_warned_of
+    padded = f"padded, as the axes do not divide them: kernel (1030, {units}) to (1032,"
+    assert padded in line
 
 
 def test_where_variables_are():
@@ -376,9 +390,13 @@ def test_a_pair_of_layers_is_split_by_units_and_then_by_inputs(inputs, units, ru
             continue
         layers.append(LAYERS.Dense(count))
         made = layers[-1](made)
-    split = split_weights(keras.Model(x, made))
-    found = {one.weight.path: one.rule.value for one in split}
+    model = keras.Model(x, made)
+    found = {one.weight.path: one.rule.value for one in split_weights(model)}
     assert [found.get(layer.kernel.path) for layer in layers] == rules
+    left = [layer.kernel for layer in layers if layer.kernel.path not in found]
+    for kernel in left:  # Of as many units as inputs, or fewer.
+        why = TensorParallel(model, "model").reason(kernel._value, MESH)
+        assert why.startswith('"tensor" splits no dim of it, as its layer has ')
 
 
 def test_a_row_that_decides_nothing_is_told(caplog):
