@@ -119,8 +119,9 @@ def _guarded(argv: list[str]) -> int | None:
         return main(argv)
     advice = (
         f"a fault of the compiler for {topology}, if nobody ended it. Another mesh "
-        "shape, by --gin_param='MESH_SHAPE = ...', or "
-        "--gin_param='Experiment.weight_update_sharding = \"off\"' may avoid it"
+        "shape, by --gin_param='MESH_SHAPE = ...', "
+        "--gin_param='Experiment.weight_update_sharding = \"off\"', or, for a task of "
+        "Repeat, --gin_param='Repeat.recompute = %Recompute.NOTHING' may avoid it"
     )
     return guarded.call(lambda: main(argv), NAME, advice)
 

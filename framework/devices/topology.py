@@ -33,6 +33,12 @@ _NO_TPU_HERE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# Its compiler works in threads of 64 KiB of stack. Of products that are fused one into
+# another, as those of attention with dropout are, it weighs the costs by recursion, and
+# overflows them (libtpu 0.0.42.1): the process ends by SIGSEGV.
+_STACK_FLAG = "--fibers_default_thread_stack_size"
+_STACK_BYTES = 2**20
+
 # libtpu expects full hosts of 2 x 2 chips, unless a smaller host is specified.
 _CHIPS_OF_A_HOST = 4
 
@@ -172,6 +178,7 @@ def topology_devices(name: str) -> list[jax.Device]:
     box, options = topology(name), {}
     if isinstance(box, GpuTopology):
         return gpu_devices(box)
+    give_compiler_stack()
     if math.prod(box.chips) < _CHIPS_OF_A_HOST:
         options["chips_per_host_bounds"] = (*box.chips, 1, 1)[:3]
     if jax.default_backend() != "tpu":
@@ -187,6 +194,17 @@ def topology_devices(name: str) -> list[jax.Device]:
             "pip install 'meshwright[plan]'"
         ) from e
     return sorted(devices, key=place_on_torus)
+
+
+def give_compiler_stack() -> None:
+    """Has libtpu's compiler take threads with enough stack; before it is loaded.
+
+    What the environment says of them stays.
+    """
+    options = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if _STACK_FLAG not in options:
+        options = f"{options} {_STACK_FLAG}={_STACK_BYTES}".strip()
+        os.environ["LIBTPU_INIT_ARGS"] = options
 
 
 def _no_such_box(box: Topology, reason: str) -> str:

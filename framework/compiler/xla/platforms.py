@@ -9,6 +9,7 @@ import jax
 import tensorflow as tf
 
 from meshwright.framework.compiler.xla import standstill
+from meshwright.framework.devices.topology import give_compiler_stack
 
 # XLA's CPU backend ends the process when a device waits this long for the others; with
 # more virtual devices than cores a long wait is load, not a deadlock. A deadlock ends
@@ -66,6 +67,8 @@ def set_platform(
     if platform == "cuda":
         # TF only traces here; it would take the memory that programs need.
         tf.config.set_visible_devices([], "GPU")
+    if platform == "tpu":
+        give_compiler_stack()
     flags = os.environ.get("XLA_FLAGS", "")
     for flag, seconds in _COLLECTIVE_TIMEOUTS.items():
         if flag not in flags:

@@ -1,5 +1,7 @@
 """Compiling for devices that are not here: TPU topologies, and what goes wrong."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -7,12 +9,17 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.devices.device_order import order_of
-from meshwright.framework.devices.topology import topology, topology_devices
+from meshwright.framework.devices.topology import (
+    give_compiler_stack,
+    topology,
+    topology_devices,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from tests import needs
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))
+STACK = "--fibers_default_thread_stack_size"
 
 
 def matmul(mesh, devices):
@@ -64,6 +71,22 @@ def test_a_topology_that_nobody_has_is_an_error(name, message):
 )
 def test_a_part_of_a_host_is_a_topology(name):
     assert len(topology_devices(name)) == topology(name).size
+
+
+@pytest.mark.parametrize(
+    "given,then",
+    [
+        (None, f"{STACK}=1048576"),
+        ("--xla_a=1", f"--xla_a=1 {STACK}=1048576"),
+        (f"{STACK}=4096 --xla_a=1", f"{STACK}=4096 --xla_a=1"),
+    ],
+)
+def test_the_compiler_has_a_stack_for_fused_products(monkeypatch, given, then):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    give_compiler_stack()
+    assert os.environ["LIBTPU_INIT_ARGS"] == then
 
 
 @needs.libtpu
