@@ -20,6 +20,20 @@ from meshwright.framework.sharding.sharding import Sharding
 Axes = str | Sequence[str] | None
 _ALIKE = 0.78
 """Names at least so similar are taken for a name and its misspelling: `modle`."""
+_OF_T5X = {
+    "embed": "model",
+    "mlp": "hidden",
+    "kv": "head_dim",
+    "joined_kv": "heads",
+    "length": "sequence",
+    "relpos_buckets": "relative_buckets",
+    "expert": "experts",
+    "expert_mlp": "hidden",
+}
+"""Names of dims in the rules of T5X and Flax's examples, and what our layers call them.
+
+"batch", "heads", "layers" and "vocab" are called so in both.
+"""
 
 
 @gin.constants_from_enum
@@ -243,7 +257,8 @@ class UnusedEntry:
       table: "weights" or "activations".
       dim: the name of the dim.
       near: the names of dims that it may be meant for.
-      is_misspelt: whether it is like the name of a dim that the table leaves out.
+      is_misspelt: whether it is like the name of a dim that the table leaves out, or
+        T5X's name of one.
     """
 
     table: str
@@ -288,7 +303,8 @@ class NotingPlan(ShardingPlan):
           weights: the names of each weight's dims, by its path.
 
         Raises:
-          ValueError: the name of an entry is like that of a dim which has no entry.
+          ValueError: the name of an entry is like that of a dim which has no entry, or
+            T5X's name of it.
         """
         unused = self.unused(weights)
         of_weights = {dim: path for path, dims in weights.items() for dim in dims}
@@ -338,8 +354,10 @@ def _unused(name: str, table: Mapping, dims: Collection[str]) -> list[UnusedEntr
     left_out = set(dims) - set(table)
     unused = []
     for dim in sorted(set(table) - set(dims)):
-        meant = _like(dim, left_out)
-        near = meant or difflib.get_close_matches(dim, dims, n=1) or sorted(dims)
+        ours = [_OF_T5X[dim]] if _OF_T5X.get(dim) in dims else []
+        meant = [name for name in ours if name in left_out] or _like(dim, left_out)
+        near = meant or ours or difflib.get_close_matches(dim, dims, n=1)
+        near = near or sorted(dims)
         unused.append(
             UnusedEntry(table=name, dim=dim, near=tuple(near), is_misspelt=bool(meant))
         )

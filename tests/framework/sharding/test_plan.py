@@ -119,3 +119,21 @@ def test_only_misspelt_words_of_names_are_told(name, is_told):
     table = ShardingPlan(mesh_shape=(2, 4), weights={name: "Y"})
     (entry,) = NotingPlan.of(table).unused({"w": names})
     assert entry.is_misspelt == is_told
+
+
+@pytest.mark.parametrize(
+    ("table", "near", "is_told"),
+    [
+        ({"embed": "X"}, "model", True),
+        ({"joined_kv": "X"}, "heads", True),
+        ({"kv": None}, "head_dim", True),
+        ({"joined_kv": "X", "heads": "Y"}, "heads", False),
+        ({"mlp": "X"}, "head_dim or heads or model", False),
+    ],
+)
+def test_names_of_t5x_are_told_by_ours(table, near, is_told):
+    plan = NotingPlan(mesh_shape=(2, 4), weights=table)
+    weights = {"w": ("model", "heads", "head_dim")}
+    (entry,) = plan.unused(weights)
+    assert str(entry).endswith(f"no weight has; do you mean {near}?")
+    assert entry.is_misspelt == is_told
