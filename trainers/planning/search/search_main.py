@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import signal
 import sys
+from collections.abc import Iterator
 
 from absl import flags
 
@@ -80,13 +83,14 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
             "folder with --cache_dir"
         )
     try:
-        result = search(
-            space,
-            cache=PlanCache(folder=folder),
-            budget=search_flags.BUDGET.value,
-            jobs=search_flags.JOBS.value,
-            propagated=search_flags.PROPAGATED.value,
-        )
+        with _sigterm_interrupts():
+            result = search(
+                space,
+                cache=PlanCache(folder=folder),
+                budget=search_flags.BUDGET.value,
+                jobs=search_flags.JOBS.value,
+                propagated=search_flags.PROPAGATED.value,
+            )
     except KeyboardInterrupt:
         print(
             f"compiled results are kept in {folder}: the same command goes on from "
@@ -100,6 +104,16 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
     output.write_text(search_text.winner(space, result))
     flags_needed = search_text.import_flags()
     print(f"wrote {output}: meshwright-train{flags_needed} --gin_file={output}")
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Has SIGTERM do what Ctrl-C does, where libtpu, once loaded, prints its stack."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:  # Python does not know libtpu's handler.
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _output() -> pathlib.Path:
