@@ -181,8 +181,8 @@ class SentencePieceVocabulary:
         missing = [tag for tag in tags if not vocabulary.has(tag)]
         if size != self.vocab_size:
             raise ValueError(
-                f"{path} has {size} pieces, but SentencePieceVocabulary.vocab_size is "
-                f"{self.vocab_size}: set it to {size}"
+                f"SentencePieceVocabulary.vocab_size must be {size}, not "
+                f"{self.vocab_size}: that is how many pieces {path} has"
             )
         if missing:
             raise ValueError(

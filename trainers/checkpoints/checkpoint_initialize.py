@@ -346,9 +346,10 @@ class _Fitting:
             else:
                 fits = shape == part.shape
             if not fits or not self._holds_all_values(form.dtype, part.dtype):
+                there = "" if str(place) == piece.name else f"{place} is "
                 return [
-                    f"{piece.name} is {form} in the checkpoint, {place} is {part} in "
-                    "this model"
+                    f"{piece.name} is {form} in the checkpoint, {there}{part} in this "
+                    "model"
                 ]
         count = math.prod(wanted.shape[:rank]) - len(self._none(path))
         if len(pieces) != count:

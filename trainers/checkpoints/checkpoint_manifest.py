@@ -15,7 +15,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 from meshwright.trainers.startup.gin_text import rounds_of_pipelines
 
-_MAX_SHOWN = 10
+_MAX_SHOWN = 5
 _BESIDE_WEIGHTS = {"slots": "optimizer", "ema": "moving average"}
 """What follows from the weights, by part of the state."""
 _FROM_WEIGHTS = "another directory with these weights, by InitializeFrom.checkpoint"

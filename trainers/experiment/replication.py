@@ -130,7 +130,8 @@ def report_lines(
     )
     large = [tensor for tensor in tensors if tensor.bytes >= _SMALL]
     if not large:
-        return [f"{first}; each is below {bytes_text(_SMALL)}" if tensors else first]
+        below = f"  each is below {bytes_text(_SMALL)}"
+        return [first, below] if tensors else [first]
     lines = "\n".join(map(str, large[:_LARGEST])).splitlines()
     if (more := len(tensors) - len(large[:_LARGEST])) > 0:
         lines.append(f"  {more} more")

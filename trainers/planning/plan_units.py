@@ -33,8 +33,13 @@ def prefixed(number: float, unit: str) -> str:
 
 
 def share_text(part: float, total: float = 1.0) -> str:
-    """A share as `12.3%`."""
-    return f"{100 * part / total:.1f}%" if total else "-"
+    """A share as `12.3%`, or `0.03%` where one decimal would be 0; down to `<0.01%`."""
+    if not total:
+        return "-"
+    percent = 100 * part / total
+    if 0 < percent < 0.01:
+        return "<0.01%"
+    return f"{percent:.{2 if 0 < percent < 0.095 else 1}f}%"
 
 
 def count_text(count: float) -> str:

@@ -190,7 +190,7 @@ def test_a_model_file(tmp_path):
     with pytest.raises(ValueError, match=r"lacks the tags \['<2fr>'\]"):
         read.trained([], ["fr"])
     other = SentencePieceVocabulary(vocab_size=301, model_file=str(path))
-    with pytest.raises(ValueError, match="is 301: set it to 300"):
+    with pytest.raises(ValueError, match="vocab_size must be 300, not 301"):
         other.trained([], ["de"])
     space = "\u2581".encode()
     for damaged in (b"no model", vocabulary.model.replace(space, b"\xbc" + space[1:])):

@@ -61,13 +61,14 @@ def test_on_one_device_there_is_nothing_to_report():
     assert lines == ["replicated: nothing, the mesh has one device"]
 
 
-def test_small_tensors_share_a_line():
+def test_small_tensors_have_one_line():
     programs = small_programs()
     tensors = replication.replicated_state(programs)
     total = sum(tensor.bytes for tensor in tensors)
     assert replication.report_lines(programs, tensors) == [
         f"replicated on each of 8 devices: {len(tensors)} tensors of state and batch, "
-        f"{total} B; each is below 1.00 MiB"
+        f"{total} B",
+        "  each is below 1.00 MiB",
     ]
 
 

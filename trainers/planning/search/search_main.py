@@ -99,8 +99,8 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
         )
         raise
     print(search_text.table(space, result))
-    for line in why_not(space, result):
-        print(f"why not {line}")
+    if lines := search_text.reasons(why_not(space, result)):
+        print(lines)
     output.write_text(search_text.winner(space, result))
     flags_needed = search_text.import_flags()
     print(f"wrote {output}: meshwright-train{flags_needed} --gin_file={output}")

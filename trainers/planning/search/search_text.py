@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment.bindings.outside_names import imported
+from meshwright.trainers.planning.plan_units import share_text
 from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.search.found.found_plans import table_text
 from meshwright.trainers.planning.search.search import RankedCandidate, SearchResult
@@ -53,6 +55,12 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons(lines: Iterable[str]) -> str:
+    """What `why_not` says of each plan; 80 columns."""
+    wrap = functools.partial(textwrap.wrap, width=_WIDTH, subsequent_indent="    ")
+    return "\n".join(part for line in lines for part in wrap(f"why not {line}"))
+
+
 def import_flags() -> str:
     """What a command needs for the modules that this search imported, or ""."""
     return "".join(f" --import={name}" for name in imported())
@@ -80,7 +88,10 @@ def _found(outcome: SearchResult) -> str:
 
 
 def _utilization(result: Result) -> str:
-    return "-" if result.utilization is None else f"{result.utilization:.0%}"
+    share = result.utilization
+    if share is None:
+        return "-"
+    return f"{share:.0%}" if share >= 0.1 else share_text(share)
 
 
 def _estimate(row: RankedCandidate, space: SearchSpace) -> str:
@@ -94,7 +105,7 @@ def _estimate(row: RankedCandidate, space: SearchSpace) -> str:
 
 def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     yield (
-        f"{'ms/example':>12}{'s/step':>10}{'memory':>11}{'util':>6}  "
+        f"{'ms/example':>12}{'s/step':>10}{'memory':>10}{'util':>7}  "
         f"{'mesh':<9}{'plan':<{_PLAN + 1}}{'recompute':<11}{'batch':>5}"
     )
     shown = [
@@ -108,7 +119,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         mark += " " if result.device_ids is None else "+"
         yield (
             f"{mark}{1e3 * row.seconds_per_example:10.4g}{result.seconds:10.4g}"
-            f"{bytes_text(result.peak):>11}{_utilization(result):>6}  "
+            f"{bytes_text(result.peak):>10}{_utilization(result):>7}  "
             f"{_names(candidate)}"
         )
     yield f"  {_order(space)}"
