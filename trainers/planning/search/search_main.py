@@ -26,7 +26,7 @@ from meshwright.trainers.planning.search.search_space import (
     more_names,
     named_plans,
 )
-from meshwright.trainers.startup import files, plan_flags, search_flags
+from meshwright.trainers.startup import files, messages, plan_flags, search_flags
 
 
 def search_main(experiment: Experiment, *, topology: str) -> None:
@@ -82,6 +82,12 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
             f"compiled results cannot be kept in {folder} ({reason}): name another "
             "folder with --cache_dir"
         )
+    messages.log_line(
+        "search: up to %d plans are propagated (--search_propagated) and %d compiled "
+        "(--search_budget); fewer take less time",
+        search_flags.PROPAGATED.value,
+        search_flags.BUDGET.value,
+    )
     try:
         with _sigterm_interrupts():
             result = search(

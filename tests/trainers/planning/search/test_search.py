@@ -197,20 +197,29 @@ def test_the_table_fits_a_terminal(small):
     assert "     1 more might fit: raise --search_budget" in lines
     assert f"  {OF_TPUS}" in lines
     assert lines[-1].startswith("     3 left out: state and saved")
+    lines = search_text.reasons(["dense: slower " + "by much " * 10, "data: as fast"])
+    assert [line[:15] for line in lines.splitlines()] == [
+        *("why not dense: ", "    much by muc", "why not data: a")
+    ]
+    assert all(len(line) <= 80 for line in lines.splitlines())
 
 
-def test_flops_that_a_task_does_not_count_are_not_shown(small):
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "-"), (0.304, "30%"), (0.0007, "0.07%"), (0.00003, "<0.01%"), (0, "0.0%")],
+)
+def test_the_share_of_peak_flops_says_something(small, share, text):
     found = searched(small)
     ranked = [
         dataclasses.replace(
-            row, result=dataclasses.replace(row.result, utilization=None)
+            row, result=dataclasses.replace(row.result, utilization=share)
         )
         for row in found.ranked
     ]
-    unknown = dataclasses.replace(found, ranked=ranked)
-    shown, text = (search_text.table(small, it) for it in (found, unknown))
-    assert "%" in shown.splitlines()[1] and "%" not in text.splitlines()[1]
-    assert "- of peak FLOPs" in search_text.winner(small, unknown).replace("\n# ", " ")
+    outcome = dataclasses.replace(found, ranked=ranked)
+    assert search_text.table(small, outcome).splitlines()[1].split()[4] == text
+    winner = search_text.winner(small, outcome).replace("\n# ", " ")
+    assert f"{text} of peak FLOPs" in winner
 
 
 def test_the_smallest_of_what_cannot_fit_is_named(tmp_path):
