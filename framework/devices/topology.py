@@ -33,9 +33,9 @@ _NO_TPU_HERE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# Its compiler works in threads of 64 KiB of stack. Of products that are fused one into
-# another, as those of attention with dropout are, it weighs the costs by recursion, and
-# overflows them (libtpu 0.0.42.1): the process ends by SIGSEGV.
+# libtpu's compiler works in threads of 64 KiB of stack. It weighs the costs of products
+# that are fused one into another, such as those of attention with dropout, by recursion
+# that overflows them (0.0.42.1): the process ends by SIGSEGV.
 _STACK_FLAG = "--fibers_default_thread_stack_size"
 _STACK_BYTES = 2**20
 
