@@ -340,13 +340,28 @@ class Finder:
 
 
 def _neighbours(masks: Sequence[int], rough: RoughPlans) -> Iterator[tuple[int, ...]]:
-    """Plans with another choice for a name, or for two that clash."""
+    """Plans with another choice for a name, or for two that clash.
+
+    And those in which a name takes axes from all names that it clashes with: in a
+    mixture of experts, the stream's model dim from its sequence and the capacity.
+    """
     for names in [*((name,) for name in range(len(masks))), *rough.clashing]:
         for choice in itertools.product(*(rough.allowed[name] for name in names)):
             changed = list(masks)
             for name, mask in zip(names, choice, strict=True):
                 changed[name] = mask
             if all(changed[name] != masks[name] for name in names):
+                yield tuple(changed)
+    for name, allowed in enumerate(rough.allowed):
+        others = {n for pair in rough.clashing if name in pair for n in pair} - {name}
+        for mask in allowed:
+            losing = [n for n in others if masks[n] & mask]
+            if mask != masks[name] and len(losing) > 1:  # One is a pair, see above.
+                changed = list(masks)
+                changed[name] = mask
+                for other in losing:
+                    left = masks[other] & ~mask
+                    changed[other] = left if left in rough.allowed[other] else 0
                 yield tuple(changed)
 
 
