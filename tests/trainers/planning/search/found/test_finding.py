@@ -13,6 +13,7 @@ from meshwright.framework.compiler.stablehlo.shardy.device_work import (
 from meshwright.framework.compiler.stablehlo.shardy.named_module import ClashError
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.plan import as_axes
+from meshwright.trainers.planning.search.found import finding
 from meshwright.trainers.planning.search.found.alike import distinct, plainest
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
@@ -154,6 +155,25 @@ def test_the_search_ends_when_told(finder):
     search.run([], most=40, until=0.0)
     assert search.progress.considered == search.progress.propagated == 0
     assert search.best() is None
+
+
+def test_crowds_take_turns_with_neighbours(finder):
+    """What is best by rough costs is looked at, whatever neighbours promise."""
+    search = fresh(finder)
+    search.run([], most=0)
+    crowd = [point for *_, point in sorted(search._crowded)[:3]]
+    for i in range(3):
+        plan = (i % 2 + 1, *crowd[0].masks[1:])
+        search._wait(Point(0, (8,), plan), 0.1 * i)
+    turns = [search._next() for _ in range(6)]
+    assert turns[::2] == crowd and not {*turns[1::2]} & {*crowd}
+
+
+def test_a_name_takes_axes_from_all_that_it_clashes_with(finder):
+    """Two steps by way of a plan without the axis are one."""
+    plan = masks(finder, activations={"batch": 1, "sequence": 2, "stream": 2})
+    taken = masks(finder, activations={"batch": 3})
+    assert taken in {*finding._neighbours(plan, finder.finder.rough(0, (4, 2)))}
 
 
 def test_meshes_have_their_largest_axis_first():
