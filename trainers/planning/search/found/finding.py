@@ -32,6 +32,8 @@ from meshwright.trainers.planning.search.found.rough_plans import RoughPlans
 _CROWD = 64
 _SWEEPS = 4
 _KEPT = 12
+# So many of the best of each crowd are propagated whatever else promises.
+_FIRST = 2
 _NEIGHBOURS = 60
 _MINOR = 0.02
 # Neighbours wait for the plans that are among so many of the fastest.
@@ -217,15 +219,14 @@ class Finder:
     def _next(self) -> Point | None:
         """The plan to propagate next; None if there is none.
 
-        What was best in a crowd takes turns with what waits: its rough cost is no
-        measure beside one that was corrected by propagation, nor beside that of another
-        mesh.
+        The best of each crowd take turns with what waits: a rough cost is no measure
+        beside one that propagation corrected, nor beside that of another mesh.
         """
         is_start = self._waiting and self._waiting[0][0] < 0
-        if self._crowded and not is_start and (self._turn or not self._waiting):
-            self._turn = False
+        has_turn = self._turn and self._crowded and self._crowded[0][0] < _FIRST
+        self._turn = not has_turn
+        if self._crowded and not is_start and (has_turn or not self._waiting):
             return heapq.heappop(self._crowded)[-1]
-        self._turn = True
         if not self._waiting and not self._widen():
             return None
         return heapq.heappop(self._waiting)[-1]
