@@ -369,24 +369,12 @@ def _replicated(tensors: list[TensorReport], settled: Collection[int]) -> Iterat
         return
     total = bytes_text(sum(tensor.bytes for tensor in tensors))
     yield f"Left replicated: {counted(len(tensors), 'tensor')}, {total}; the largest:"
-    given = {type_text(t) for t in tensors if t.kind.value == "argument"}
-    listed = [
-        tensor
-        for tensor in tensors
-        if id(tensor) not in settled and not _follows(tensor, given)
-    ]
+    listed = [tensor for tensor in tensors if id(tensor) not in settled]
     for tensor, *others in folded(listed, by_reason=True)[:_LARGEST]:
         yield f"  {replicated_line(tensor)}"
         yield from other_lines(others)
         yield f"      {tensor.why_text}"
     yield ""
-
-
-def _follows(tensor: TensorReport, given: Collection[str]) -> bool:
-    """Whether it lies as an argument of its type, as in an optimizer's update of it."""
-    is_apart = tensor.why_replicated.name == "NOTHING_SPLIT"
-    is_inside = tensor.kind.value == "inside"
-    return is_inside and is_apart and type_text(tensor) in given
 
 
 def _rematerialized(tensors: list[RematerializedTensor]) -> Iterator[str]:

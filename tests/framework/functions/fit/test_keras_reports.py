@@ -72,8 +72,6 @@ def test_the_report_has_slots_and_small_parts_in_a_line_each():
     assert "small parts of this all-reduce, at other ops" in text
     assert text.count("\nadam_w.clip_by_norm") <= 2
     first = text.index("Collectives that move most at an op:")
-    left = text[text.index("Left replicated:") : first]
-    assert "argument 0.head/kernel" in left and "adam_w." not in left
     assert text.index("Left replicated:") < first < text.index("\narguments\n")
 
 
