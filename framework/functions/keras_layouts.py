@@ -145,14 +145,17 @@ class TensorParallel(Layout):
             return self.missed(variable, mesh) or by
         nothing, product = '"tensor" splits no dim of it', self._left.get(id(variable))
         if product is None:
-            return '"tensor" splits embeddings, and kernels of dense layers, alone'
+            return '"tensor" splits only embeddings, Dense and EinsumDense kernels'
         if product.narrows:
             return (
                 f"{nothing}, as its layer has fewer units than inputs, and follows "
                 "none that is split by units"
             )
         if product.units and product.units == product.inputs:
-            return f"{nothing}, as its layer has as many units as inputs: give it a row"
+            return (
+                f"{nothing}, as its layer has as many units as inputs: a table with a "
+                "row for it can split it"
+            )
         return f"{nothing}, as its layer is neither attention nor feed-forward"
 
     def missed(self, variable: tf.Variable, mesh: DeviceMesh) -> str:

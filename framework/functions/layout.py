@@ -24,7 +24,7 @@ from meshwright.framework.sizes import bytes_text
 _PATH = "_meshwright_path"
 _NUMBER = re.compile(r"_\d+$")
 _WARNED_BYTES = 1 << 20
-"""Padding of fewer bytes of variables is no warning: it costs next to nothing."""
+"""That variables of fewer bytes are padded is no warning: it costs next to nothing."""
 
 
 def path_of(variable: tf.Variable) -> str:

@@ -303,6 +303,18 @@ class NotingPlan(ShardingPlan):
           weights: the names of each weight's dims, by its path.
 
         Raises:
+          ValueError: see `check`.
+        """
+        self.check(weights)
+        return [*map(str, self.unused(weights)), *self.misspelt(weights)]
+
+    def check(self, weights: Mapping[str, Sequence[str]]) -> None:
+        """Compares the plan with the dims of weights, and with what is noted.
+
+        Args:
+          weights: the names of each weight's dims, by its path.
+
+        Raises:
           ValueError: the name of an entry is like that of a dim which has no entry, or
             T5X's name of it.
         """
@@ -318,7 +330,6 @@ class NotingPlan(ShardingPlan):
         ]
         if wrong:
             raise ValueError("\n".join(wrong))
-        return [*map(str, unused), *self.misspelt(weights)]
 
     def misspelt(self, weights: Mapping[str, Sequence[str]]) -> list[str]:
         """For each dim that looks like a misspelt name of its table a sentence.

@@ -179,13 +179,16 @@ def are_as_saved(folder: epath.Path, paths: Iterable[str]) -> bool:
     """Whether files that describe arrays match their digests, for this process."""
     try:
         lines = (folder / DIGESTS).read_bytes().decode(errors="replace").splitlines()
-        return all(
-            (file := folder / path).stat().length <= _MAX_JSON
-            and f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {path}" in lines
-            for path in paths
-        )
+        for path in paths:
+            file = folder / path
+            if file.stat().length > _MAX_JSON:
+                return False
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            if f"{digest}  {path}" not in lines:
+                return False
     except OSError:
         return False
+    return True
 
 
 def _raise_together(

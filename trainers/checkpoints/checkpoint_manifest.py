@@ -12,7 +12,10 @@ from etils import epath
 
 from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
+from meshwright.trainers.checkpoints.checkpoint_digests import (
+    CheckpointError,
+    are_as_saved,
+)
 from meshwright.trainers.startup.gin_text import rounds_of_pipelines
 
 _MAX_SHOWN = 5
@@ -87,14 +90,19 @@ def _order_from_json(saved: Any, shape: Sequence[int]) -> LayerOrder | None:
     return order
 
 
-def json_file(item: str) -> str:
+def is_as_saved(folder: epath.Path) -> bool:
+    """Whether what `read` reads matches its digests, for this process."""
+    return are_as_saved(folder, map(_json_file, ("manifest", "metadata")))
+
+
+def _json_file(item: str) -> str:
     """The path of an item that is JSON, in the folder of its checkpoint."""
     return f"{item}/metadata"
 
 
 def read_json(folder: epath.Path, item: str) -> Any:
     """The values of the item `item` of the checkpoint in `folder`."""
-    return json.loads((folder / json_file(item)).read_text())
+    return json.loads((folder / _json_file(item)).read_text())
 
 
 def read(folder: epath.Path) -> dict[str, ArraySpec]:

@@ -255,9 +255,7 @@ class Checkpoints:
             ) from error
 
     def check_newest(self, abstract: NestedMap) -> None:
-        """Checks that the newest step is of this model, without reading its arrays.
-
-        If it is damaged, or there is none, nothing is checked.
+        """Checks that the newest step, if intact, is of this model; reads no arrays.
 
         Args:
           abstract: as in `restore`.
@@ -265,12 +263,15 @@ class Checkpoints:
         Raises:
           CheckpointError: it does not hold the weights of `abstract`, as in `restore`.
         """
-        if (step := self.latest_step()) is None:
-            return
-        files = map(manifests.json_file, ("manifest", "metadata"))
-        with contextlib.suppress(OSError, ValueError):  # Of which `restore` tells.
-            if digests.are_as_saved(self._folder(step), files):
+        step = self.latest_step()
+        known = step is not None and manifests.is_as_saved(self._folder(step))
+        try:
+            if all(self._gather(known)):
                 self._check_model(step, abstract)
+        except CheckpointError:
+            raise
+        except Exception:  # `restore` tells what is wrong with it.
+            log.debug("the manifest of step %s", step, exc_info=True)
 
     def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
         """The state saved as `step`, with the shardings of `abstract`.

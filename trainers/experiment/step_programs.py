@@ -177,16 +177,23 @@ class StepPrograms:
         """Warns of a row of the plan for a dim that nothing has, which splits nothing.
 
         Plans may have such rows for other models. Warns too of a dim that is in no
-        table, and like one that is.
+        table, and like one that is. The loss is traced for the dims of activations.
 
         Raises:
-          ValueError: a row has a name like that of a dim which has no row.
+          ValueError: a row has a name like that of a dim which has no row, or T5X's
+            name of it.
         """
-        specs = self.weights, self.state_specs  # The weight names its slots' dims.
-        dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
-        NotingPlan.of(self.experiment.plan).warnings(dims)  # Raises before any trace.
-        for line in self.noted_dims().warnings(dims):
+        self.check_weights_of_plan()
+        for line in self.noted_dims().warnings(self._dims_of_weights()):
             log.warning("%s", line)
+
+    def check_weights_of_plan(self) -> None:
+        """Raises ValueError for a misspelt dim of weights; nothing is traced."""
+        NotingPlan.of(self.experiment.plan).check(self._dims_of_weights())
+
+    def _dims_of_weights(self) -> dict[str, Sequence[str]]:
+        specs = self.weights, self.state_specs  # The weight names its slots' dims.
+        return {path: spec.dims for of in specs for path, spec in of.items_by_path()}
 
     def names_given(self) -> tuple[str, ...]:
         """Names by which recomputation could save tensors, found likewise; sorted."""

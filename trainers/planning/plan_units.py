@@ -33,7 +33,7 @@ def prefixed(number: float, unit: str) -> str:
 
 
 def share_text(part: float, total: float = 1.0) -> str:
-    """A share as `12.3%`, or `0.03%` where one decimal would be 0; down to `<0.01%`."""
+    """A share as `12.3%`, `0.03%` below 0.1%; down to `<0.01%`."""
     if not total:
         return "-"
     percent = 100 * part / total

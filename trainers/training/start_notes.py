@@ -65,7 +65,12 @@ def _warn_of_padded_batch(experiment: Experiment, batch: _Padded) -> None:
 
 
 def trace(programs: StepPrograms) -> None:
-    """Traces the training program, and logs it: nothing else does meanwhile."""
+    """Traces the training program, and logs it: nothing else does meanwhile.
+
+    Raises:
+      ValueError: the plan has a misspelt dim, see `StepPrograms.check_dims_of_plan`.
+    """
+    programs.check_dims_of_plan()
     log_line(
         "tracing the training program: Python runs the model, which takes seconds, or "
         "minutes if many of its layers differ"

@@ -94,14 +94,12 @@ def _dry_run(experiment: Experiment) -> None:
 def _train_or_evaluate(
     experiment: Experiment, run: loop.Run, peers: Peers | None
 ) -> int | None:
-    is_trained = train_flags.MODE.value != "eval"
-    if is_trained:
-        _check_has_a_start(experiment, run)
-    else:
-        loop.check_is_saved(run)
     programs = StepPrograms(experiment)
-    if is_trained:
-        programs.check_dims_of_plan()
+    if train_flags.MODE.value == "eval":
+        loop.check_is_saved(run)
+    else:
+        _check_has_a_start(experiment, run)
+        programs.check_weights_of_plan()
     output = sys.stdout if is_first_process() else io.StringIO()
     with contextlib.redirect_stdout(output):
         mesh = experiment.plan.mesh
@@ -109,7 +107,7 @@ def _train_or_evaluate(
         for name, value in experiment.task.describe_data().items():
             print(f"  {name}: {number_text(value)}")
         sys.stdout.flush()
-        if not is_trained:
+        if train_flags.MODE.value == "eval":
             metrics = loop.evaluate_latest(programs, run, peers)
             if metrics is None:
                 print("Stopped by a signal before the end of the evaluation.")

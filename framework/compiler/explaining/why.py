@@ -188,12 +188,12 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
     ends = {name.split("/")[-1]: name for name in named} | {n: n for n in named}
     ends |= {holder: holder for t in reasons.tensors for holder in _holders(t)}
     near = difflib.get_close_matches(target, ends, 4, cutoff=0.4)
-    names = [ends[name] for name in near] or named[:4]
-    texts = ", ".join(dict.fromkeys(map(repr, names)))
-    hint = f"near it are {texts}" if near else f"it has {texts}, and others"
+    names = [*dict.fromkeys(ends[name] for name in near or named)]
+    more = ", and others" if len(names) > 4 else ""
+    hint = f"{'near it are' if near else 'it has'} {', '.join(map(repr, names[:4]))}"
     raise ValueError(
-        f"{reasons.name} has no tensor, line or layer {target!r}; {hint}: explain "
-        "prints the names of all"
+        f"{reasons.name} has no tensor, line or layer {target!r}; {hint}{more}: "
+        "explain prints the names of all"
     )
 
 

@@ -26,7 +26,7 @@ from meshwright.trainers.planning.search.search_space import (
     more_names,
     named_plans,
 )
-from meshwright.trainers.startup import files, messages, plan_flags, search_flags
+from meshwright.trainers.startup import files, plan_flags, search_flags
 
 
 def search_main(experiment: Experiment, *, topology: str) -> None:
@@ -82,12 +82,6 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
             f"compiled results cannot be kept in {folder} ({reason}): name another "
             "folder with --cache_dir"
         )
-    messages.log_line(
-        "search: up to %d plans are propagated (--search_propagated) and %d compiled "
-        "(--search_budget); fewer take less time",
-        search_flags.PROPAGATED.value,
-        search_flags.BUDGET.value,
-    )
     try:
         with _sigterm_interrupts():
             result = search(
@@ -118,8 +112,8 @@ def _sigterm_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    finally:  # Python does not know libtpu's handler.
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    finally:  # libtpu's own handler, which Python does not know, is not put back.
+        signal.signal(signal.SIGTERM, before)
 
 
 def _output() -> pathlib.Path:

@@ -191,7 +191,7 @@ def test_what_an_axis_does_not_divide_is_told(caplog):
     [
         ("data", "a/kernel", 'the layout "data" splits no weights'),
         ("fsdp", "b/bias", '"fsdp" splits no dim shorter than 8, the number of its'),
-        ("tensor", "b/bias", '"tensor" splits embeddings, and kernels of dense'),
+        ("tensor", "b/bias", '"tensor" splits only embeddings, Dense and'),
         ({"a/kernel": [None, "model"]}, "b/bias", "no row of the layout is for it"),
     ],
     ids=["data", "fsdp", "tensor", "table"],

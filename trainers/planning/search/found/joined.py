@@ -31,7 +31,7 @@ from meshwright.trainers.planning.search.search_space import (
     misfit,
     policies,
 )
-from meshwright.trainers.startup.messages import progress_bar
+from meshwright.trainers.startup.messages import log_line, progress_bar
 
 log = logging.getLogger("absl")
 
@@ -68,6 +68,10 @@ def with_found(
                 "search: plan files alone, as the model has no other: %s", reason
             )
             return screened
+        log_line(
+            "search: up to %d plans are propagated; --search_propagated sets how many",
+            most,
+        )
         with progress_bar(most, "propagating") as bar:
             finder.find(
                 starts, most=most, tell=lambda made: made.show(bar, "ms/example")
