@@ -94,12 +94,12 @@ def _dry_run(experiment: Experiment) -> None:
 def _train_or_evaluate(
     experiment: Experiment, run: loop.Run, peers: Peers | None
 ) -> int | None:
-    programs = StepPrograms(experiment)
     if train_flags.MODE.value == "eval":
         loop.check_is_saved(run)
     else:
         _check_has_a_start(experiment, run)
-        programs.check_weights_of_plan()
+    programs = StepPrograms(experiment)
+    programs.check_weights_of_plan()
     output = sys.stdout if is_first_process() else io.StringIO()
     with contextlib.redirect_stdout(output):
         mesh = experiment.plan.mesh
