@@ -88,8 +88,11 @@ def topology(name: str) -> Topology | GpuTopology:
     GPU topologies have kind, hosts and GPUs of each, such as "h100:4x8".
 
     Raises:
+      TypeError: the name is no str.
       ValueError: an unknown kind, or a size that the kind does not come in.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"topology is {name!r}: pass a name, such as 'v5e:2x4'")
     kind_name, _, size = name.partition(":")
     if kind_name in GPU_KINDS:
         return gpu_topology(GPU_KINDS[kind_name], name)

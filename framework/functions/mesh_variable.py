@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.concrete_function import (
     ConcreteFunction,
 )
@@ -124,7 +124,7 @@ class MeshValue:
         self.to_host()
         variable = self.variable()
         handle, dtype = handle_of(variable), variable.dtype
-        with tf.init_scope():
+        with context.eager_mode():
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
     def to_host(self) -> None:
@@ -234,12 +234,14 @@ def _nothing(dtype: tf.DType, shape: Sequence[int]) -> np.ndarray:
 
 
 def _host_shape(variable: tf.Variable) -> tuple[int, ...]:
-    with tf.init_scope():
+    with context.eager_mode():
         return tuple(tf.raw_ops.VariableShape(input=handle_of(variable)).numpy())
 
 
 def _assign(variable: tf.Variable, value) -> None:
-    with tf.init_scope():  # Another function may be being traced.
+    # Another function may be being traced, or a graph made that is none's: in that
+    # tf.init_scope would stay, as when Keras exports a seed.
+    with context.eager_mode():
         tf.raw_ops.AssignVariableOp(
             resource=handle_of(variable),
             value=tf.convert_to_tensor(value, variable.dtype),

@@ -292,7 +292,7 @@ class NotingPlan(ShardingPlan):
 
     def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
         if table is self.activations:
-            for dim in dims:
+            for dim in filter(None, dims):
                 self.noted.setdefault(dim, name)
         return super()._sharding(table, dims, name)
 

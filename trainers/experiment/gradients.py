@@ -54,6 +54,11 @@ def _gradients(task, ctx, specs, theta, batch) -> BatchGradients:
         tape.watch(leaves)
         read = annotate_weights(ctx.plan, specs, theta.pack(leaves))
         result = task.loss(ctx, read, batch)
+    if result.loss.shape.rank:
+        raise ValueError(
+            f"the loss of {type(task).__name__} has shape {result.loss.shape}; it must "
+            "be a scalar: return its mean over the batch"
+        )
     gradients = theta.pack(tape.gradient(result.loss, leaves))
     return BatchGradients(loss=result.loss, sums=result.sums, gradients=gradients)
 

@@ -26,9 +26,14 @@ def jax_mesh(
         processes have, `jax.devices()`, whatever their numbers are.
 
     Raises:
+      TypeError: `devices` is the name of a topology.
       ValueError: the mesh has more devices than there are, or ids that no device has.
     """
     here = devices is None
+    if isinstance(devices, str):
+        raise TypeError(
+            f"devices is {devices!r}: pass mw.topology_devices({devices!r})"
+        )
     devices = jax.devices() if here else list(devices)
     missing = [i for i in mesh.ids.flat if not 0 <= i < len(devices)]
     if missing and not here:

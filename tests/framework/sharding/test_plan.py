@@ -137,3 +137,12 @@ def test_names_of_t5x_are_told_by_ours(table, near, is_told):
     (entry,) = plan.unused(weights)
     assert str(entry).endswith(f"no weight has; do you mean {near}?")
     assert entry.is_misspelt == is_told
+
+
+def test_dims_without_a_name_are_no_misspelt_ones():
+    """Of a batch, or of what a layer of one's own splits, they may be None."""
+    plan = NotingPlan(mesh_shape=(2, 4), activations={"batch": "X", "hidden": "Y"})
+    plan.activation_sharding(("batch", None, "hiddn"), "x")
+    assert plan.noted == {"batch": "x", "hiddn": "x"}
+    with pytest.raises(ValueError, match="do you mean hiddn?"):
+        plan.check({})

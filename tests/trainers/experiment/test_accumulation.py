@@ -1,5 +1,6 @@
 """Gradients over microbatches: the same training, and reductions once a step."""
 
+import dataclasses
 import functools
 import math
 
@@ -183,3 +184,16 @@ def test_a_step_that_leaves_it_to_the_partitioner_is_refused():
     message = "train: op .* partial values along tensor"
     with pytest.raises(ShardingTypeError, match=message):
         _ = StepPrograms(strict).traced_main
+
+
+def test_a_loss_that_is_no_scalar_is_refused(monkeypatch):
+    job = experiment()
+    real = type(job.task).loss
+
+    def rows(*args):
+        loss = real(*args)
+        return dataclasses.replace(loss, loss=loss.loss[None])
+
+    monkeypatch.setattr(type(job.task), "loss", rows)
+    with pytest.raises(ValueError, match=r"Model has shape \(1,\); it must be a"):
+        _ = StepPrograms(job).traced_main

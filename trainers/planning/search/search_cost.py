@@ -127,6 +127,7 @@ class _Use:
 def _use(experiment: Experiment, path: str, spec: WeightSpec) -> _Use:
     task, plan = experiment.task, experiment.plan
     names = {dim for dims in NestedMap(task.batch_dims()).leaves() for dim in dims}
+    names.discard(None)
     tokens = task.tokens(experiment.global_batch)
     stages: tuple[str, ...] = ()
     around = (p for at, p in pipelines(task).items() if path.startswith(f"{at}."))

@@ -161,6 +161,19 @@ def test_an_exported_model_serves_without_meshwright(trained, tmp_path, caplog):
     assert_alike([np.load(tmp_path / "y.npy")], [model.predict(X, verbose=0)])
 
 
+def test_a_seed_is_exported_after_it_was_on_the_mesh(tmp_path):
+    """Keras makes a graph of its own, in which the seed's value is read."""
+    dense, drop = keras.layers.Dense, keras.layers.Dropout
+    model = keras.Sequential([keras.Input((8,)), dense(16), drop(0.1), dense(4)])
+    model = on(MESH)(model)
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    model.fit(x, x[:, :4], verbose=0)
+    model.export(tmp_path, verbose=False)
+    served = tf.saved_model.load(tmp_path)
+    assert_alike([served.serve(x).numpy()], [model.predict(x, verbose=0)])
+
+
 def test_weights_are_read_and_set(trained):
     model, state, _ = trained
     clone = on(MESHES["4x2"])(keras.models.clone_model(model))

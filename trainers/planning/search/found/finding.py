@@ -95,10 +95,12 @@ class Progress:
           bar: the bar.
           unit: what the times are, in thousandths.
         """
-        best = "none fits" if self.best is None else f"{1e3 * self.best:.4g}"
+        best = "none fits"
+        if self.best is not None:
+            best = f"best {1e3 * self.best:.4g} {unit}"
+        # A narrow terminal cuts off the end.
         bar.set_postfix_str(
-            f"{self.considered} considered, best {best} {unit}, none below "
-            f"{1e3 * self.floor:.4g}",
+            f"{best}, none below {1e3 * self.floor:.4g}, {self.considered} considered",
             refresh=False,
         )
         bar.update(self.propagated - bar.n)

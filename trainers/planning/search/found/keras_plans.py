@@ -20,7 +20,7 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
-from meshwright.framework.compiler.hlo.step_errors import error_text
+from meshwright.framework.compiler.hlo.step_errors import MEASURED_KIND, error_text
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
@@ -88,6 +88,14 @@ class KerasLayout:
     failed: str = ""
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Options of `distribute`: the batch's axes, and weight-update sharding."""
+        return {
+            "data_axes": self.data_axes,
+            "weight_update_sharding": self.updates.value,
+        }
+
+    @property
     def cost(self) -> float:
         """What layouts are compared by: compiled seconds, else those propagated."""
         if self.seconds is not None:
@@ -95,7 +103,7 @@ class KerasLayout:
         return self.priced.seconds if self.priced and not self.failed else math.inf
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class KerasPlan:
     """The layout with which a step of `fit` is fastest, and those it was compared with.
 
@@ -131,44 +139,42 @@ class KerasPlan:
     @property
     def options(self) -> dict[str, Any]:
         """Options of `distribute`: the batch's axes, and weight-update sharding."""
-        return {
-            "data_axes": self.best.data_axes,
-            "weight_update_sharding": self.best.updates.value,
-        }
+        return self.best.options
 
-    def text(self) -> str:
-        """The layout, and a table of all that were compared."""
-        best = self.best
+    def __repr__(self) -> str:
+        return f"<KerasPlan {self.text().splitlines()[0]}>"
+
+    def text(self, number: int = 0) -> str:
+        """A layout, and a table of all that were compared.
+
+        Args:
+          number: of the layout in `layouts`; by default the fastest.
+        """
+        best = self.layouts[number]
         how = "by propagation" if best.seconds is None else "compiled"
         axes = ".".join(best.data_axes) or "-"
         return "\n".join(
             [
                 f"mesh {best.mesh}: {_ms(best.cost)} ms on {self.torus.name}, {how}",
                 f"  batch: {axes}; weight-update sharding: {best.updates.value}",
-                *self._rows(),
+                *_rows(best.layout),
                 *self._table(),
-                *textwrap.wrap(
-                    f"compiled: {error_text(self.torus.kind)}. Propagated: rougher, "
-                    "and without weight-update sharding.",
-                    width=80,
-                ),
+                *textwrap.wrap(self._errors(), width=80),
             ]
         )
 
-    def _rows(self) -> Iterator[str]:
-        if isinstance(self.layout, str):
-            yield f"  layout: {self.layout!r}"
-            return
-        rows = {
-            path[1:-1].replace("\\", ""): row
-            for path, row in self.layout.items()
-            if any(row)
-        }
-        if not rows:
-            yield "  no weight is split"
-        width = max(map(len, rows), default=0)
-        for path, row in rows.items():
-            yield f"  {path:<{width}}  {row}"
+    def _errors(self) -> str:
+        """How far the times may be off."""
+        kind, texts = self.torus.kind, []
+        if any(one.seconds is not None for one in self.layouts):
+            texts.append(f"compiled: {error_text(kind)}.")
+        texts.append("Propagated: rougher, and without weight-update sharding.")
+        if kind.name != MEASURED_KIND:
+            texts.append(
+                f"Its rates are TPU {MEASURED_KIND}'s: on {kind.name} it may have "
+                "layouts in another order."
+            )
+        return " ".join(texts)
 
     def _table(self) -> Iterator[str]:
         meshes = [_shape(one.mesh) for one in self.layouts]
@@ -185,6 +191,21 @@ class KerasPlan:
                 f"  {one.name:<8}{mesh:<{width}}  {one.updates.value:<7}  {rough:>10}  "
                 f"{time:>8}  {memory}"
             )
+
+
+def _rows(layout: str | Mapping[str, list]) -> Iterator[str]:
+    """Lines of the weights that a layout splits."""
+    if isinstance(layout, str):
+        yield f"  layout: {layout!r}"
+        return
+    rows = {
+        path[1:-1].replace("\\", ""): row for path, row in layout.items() if any(row)
+    }
+    if not rows:
+        yield "  no weight is split"
+    width = max(map(len, rows), default=0)
+    for path, row in rows.items():
+        yield f"  {path:<{width}}  {row}"
 
 
 def _ms(seconds: float) -> str:

@@ -51,12 +51,13 @@ def search_with(rows, **how):
 def test_a_large_batch_is_split(caplog):
     with caplog.at_level("INFO", "absl"):
         found = search_with(65536)
-    assert re.search("propagating: .*considered, best .* ms, none below", caplog.text)
+    assert re.search("propagating: .*best .* ms, none below .* considered", caplog.text)
     assert found.mesh.axes_size(found.options["data_axes"]) == 8
     assert found.progress.propagated <= 40
     lines = found.text().splitlines()
     assert lines[0].startswith("mesh X=8") and lines[1].startswith("  batch: X;")
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 80 and len(repr(found)) < 80
+    assert "layout: 'data'" in found.text([o.name for o in found.layouts].index("data"))
     table = lines[lines.index("compared, in ms a step:") + 2 :]
     assert {line.split()[0] for line in table[:4]} == {
         "found",
@@ -195,6 +196,7 @@ X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
         ((X, Y), "v3:2x2", {"most": 0}, ValueError, "sized: most is 0; pass 1 or more"),
         ((X, Y), "h100:8", {}, ValueError, "'h100:8' are GPUs, and .* such as 'v5e:"),
         ((X, Y), "v5e:1x1", {}, ValueError, "has one device"),
+        ((X, Y), None, {}, TypeError, "topology is None: pass a name, such as 'v5e"),
         ((X, Y), "v5e:2by4", {}, ValueError, "joined by 'x', as in 'v5e:16x16'"),
         (X, "v3:2x2", {}, ValueError, "sized: a batch is a tuple of the model's input"),
         ((X,), "v3:2x2", {}, ValueError, "a batch is a tuple of .* and the labels"),
