@@ -14,6 +14,7 @@ from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.tasks.task import Task
 from meshwright.trainers.planning.search import search_order, search_text
 from meshwright.trainers.planning.search.search_cost import bytes_passed, rough_seconds
 from meshwright.trainers.planning.search.search_space import built, factorizations
@@ -34,6 +35,14 @@ def small():
 def one_matrix(rows, cols):
     """A stack's matrices of small_lm.gin, elements."""
     return rows * cols * 2
+
+
+def test_dims_of_a_batch_may_have_no_names(small, monkeypatch):
+    """As by default, and of Keras models."""
+    named = bytes_passed(small.experiment, 1.0)
+    task = type(small.experiment.task)
+    monkeypatch.setattr(task, "batch_dims", Task.batch_dims)
+    assert bytes_passed(small.experiment, 1.0).keys() == named.keys()
 
 
 def test_what_is_sent_follows_from_the_tables(small):
