@@ -23,7 +23,7 @@ ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
 ASYNC_DONE = 'custom_call_target="AsyncCollectiveDone"'
 """In fusions of the TPU compiler, of which one starts a collective, and one ends it."""
 _CARRYING = "async_collective_fusion"
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
 _IOTA = r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
 _IOTA_GROUPS = re.compile(rf"\[(?P<dims>[\d,]+)\]<={_IOTA}")
 _MESH_GROUPS = re.compile(
@@ -82,7 +82,7 @@ def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
     return [
         _collective(instruction, kind, *read(instruction.groups, kind == PERMUTE))
         for instruction in module.instructions
-        if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
+        if (kind := instruction.opcode.removesuffix("-start")) in KINDS
         and not carries_on(instruction.computation)
     ]
 

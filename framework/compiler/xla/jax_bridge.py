@@ -23,6 +23,7 @@ from jax._src import compiler as jax_compiler
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import pxla
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -190,7 +191,7 @@ def compile_lowered(
     options: Mapping[str, Any] | None = None,
     *,
     in_child: bool = False,
-) -> jax.stages.Compiled:
+) -> tuple[jax.stages.Compiled, bool]:
     """Has XLA partition and compile a program, as JAX lowered it.
 
     Args:
@@ -199,13 +200,56 @@ def compile_lowered(
       options: XLA's, for this compilation.
       in_child: whether XLA compiles in a child process.
 
+    Returns:
+      The program, and whether it was serialized: by a child, or in JAX's cache.
+
     Raises:
       JaxRuntimeError: XLA refuses the program.
       ChildEnded: XLA ended the child process.
       LoweringError: it calls back into Python and is to be compiled in a child.
     """
-    with _requesting(partitioner), _compiling_in_child(in_child), _naming_axes():
-        return lowered.compile(compiler_options=options)
+    with (
+        _requesting(partitioner),
+        _compiling_in_child(in_child),
+        _naming_axes(),
+        _cache_hits() as hits,
+    ):
+        compiled = lowered.compile(compiler_options=options)
+    return compiled, in_child or bool(hits)
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """Notes what JAX reads from its cache, for whichever thread."""
+    hits: list[str] = []
+
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+
+
+def compile_here(
+    lowered: jax.stages.Lowered,
+    partitioner: Partitioner,
+    options: Mapping[str, Any] | None = None,
+) -> jax.stages.Compiled:
+    """`compile_lowered` in this process, whatever JAX has of the program in a cache."""
+    is_on = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # Else JAX goes by what it found before.
+    # JAX returns the same executable for the same options; this one does nothing.
+    options = {**(options or {}), "xla_dump_max_hlo_modules": 1}
+    try:
+        return compile_lowered(lowered, partitioner, options)[0]
+    finally:
+        jax.config.update("jax_enable_compilation_cache", is_on)
+        compilation_cache.reset_cache()
 
 
 def export(

@@ -14,6 +14,7 @@ import jax
 import tensorflow as tf
 
 from meshwright.framework.compiler.boundary.form_notes import FormNotes
+from meshwright.framework.compiler.hlo.collective_order import is_ordered
 from meshwright.framework.compiler.hlo.divergent_branches import check_branches
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
@@ -190,9 +191,14 @@ class MeshProgram:
         return compiled
 
     def _compile(self, options: Mapping[str, Any] | None) -> jax.stages.Compiled:
-        return jax_bridge.compile_lowered(
+        compiled, was_serialized = jax_bridge.compile_lowered(
             self.lowered, self.partitioner, options, in_child=self.in_child
         )
+        may_hang = was_serialized and self.mesh.size > 1 and _is_for_cpu(compiled)
+        if may_hang and not is_ordered(HloModule(compiled.as_text())):
+            # A child, if there was one, has shown that XLA does not end by it.
+            return jax_bridge.compile_here(self.lowered, self.partitioner, options)
+        return compiled
 
     def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
         """The memory over time of a program that the compiler refuses, or None.
@@ -219,6 +225,11 @@ class MeshProgram:
                     "would give up Shardy for all of it; compile it for "
                     f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
                 )
+
+
+def _is_for_cpu(compiled: jax.stages.Compiled) -> bool:
+    borders = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return any(d.platform == "cpu" for border in borders for d in border.device_set)
 
 
 def put_on_mesh(written: Written, target: Target) -> MeshProgram:
