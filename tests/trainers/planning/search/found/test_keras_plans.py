@@ -194,6 +194,7 @@ X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
         ((X, Y), "v3:2x2", {"propagated": 9}, TypeError, "it has most .plans propag"),
         ((X, Y), "v3:2x2", {"compile": 4}, TypeError, "did you mean 'compiled'"),
         ((X, Y), "v3:2x2", {"most": 0}, ValueError, "sized: most is 0; pass 1 or more"),
+        ((X, Y), "v3:2x2", {"most": "5"}, TypeError, "most is '5'; pass an int"),
         ((X, Y), "h100:8", {}, ValueError, "'h100:8' are GPUs, and .* such as 'v5e:"),
         ((X, Y), "v5e:1x1", {}, ValueError, "has one device"),
         ((X, Y), None, {}, TypeError, "topology is None: pass a name, such as 'v5e"),
