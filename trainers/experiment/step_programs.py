@@ -61,14 +61,12 @@ log = logging.getLogger("absl")
 class StepPrograms:
     """Builds and caches the compiled programs of one experiment.
 
-    The functions (`train_step`, ...) are pure TF over logical shapes and abstract
-    enough to be planned for any topology; the cached properties compile them for the
-    mesh of the experiment's plan.
+    The functions (`train_step`, ...) are pure TF over logical shapes; the cached
+    properties compile them for the mesh of the experiment's plan.
 
     Args:
       experiment: the experiment.
-      devices: devices of a topology (`topology_devices`) to compile for; such programs
-        can be inspected, not run.
+      devices: of a topology, to compile for; such programs can be inspected, not run.
 
     Raises:
       ValueError: the plan does not fit the weights.
@@ -174,26 +172,21 @@ class StepPrograms:
         return plan
 
     def check_dims_of_plan(self) -> None:
-        """Warns of a row of the plan for a dim that nothing has, which splits nothing.
-
-        Plans may have such rows for other models. Warns too of a dim that is in no
-        table, and like one that is. The loss is traced for the dims of activations.
+        """Warns of rows for dims that nothing has: plans may have those of others.
 
         Raises:
-          ValueError: a row has a name like that of a dim which has no row, or T5X's
-            name of it.
+          ValueError: see `NotingPlan.check`; for weights before the loss is traced.
         """
-        self.check_weights_of_plan()
-        for line in self.noted_dims().warnings(self._dims_of_weights()):
+        dims = self.check_weights_of_plan()
+        for line in self.noted_dims().warnings(dims):
             log.warning("%s", line)
 
-    def check_weights_of_plan(self) -> None:
-        """Raises ValueError for a misspelt dim of weights; nothing is traced."""
-        NotingPlan.of(self.experiment.plan).check(self._dims_of_weights())
-
-    def _dims_of_weights(self) -> dict[str, Sequence[str]]:
+    def check_weights_of_plan(self) -> dict[str, Sequence[str]]:
+        """The dims of weights by path; raises ValueError for one that is misspelt."""
         specs = self.weights, self.state_specs  # The weight names its slots' dims.
-        return {path: spec.dims for of in specs for path, spec in of.items_by_path()}
+        dims = {path: spec.dims for of in specs for path, spec in of.items_by_path()}
+        NotingPlan.of(self.experiment.plan).check(dims)
+        return dims
 
     def names_given(self) -> tuple[str, ...]:
         """Names by which recomputation could save tensors, found likewise; sorted."""

@@ -50,7 +50,8 @@ def test_uneven_rows_are_not_blamed_for_other_ops(caplog):
     model = keras.Sequential([LAYERS.Input((4,)), Turned()])
     model.compile("sgd", "mse", jit_compile=True)
     mw.keras.distribute(model, MESH, {"table": ["data", None]})
-    model.predict(np.ones([19, 4]), verbose=0)
+    with caplog.at_level("INFO", "absl"):  # It sends less than 1 KiB.
+        model.predict(np.ones([19, 4]), verbose=0)
     assert "GatherV2" in caplog.text
     assert "Annotate these tensors" in caplog.text
     assert "rows, which" not in caplog.text
