@@ -52,12 +52,12 @@ def layout_of(
         return Planned(model, layout)
     if layout == "data":
         return Replicated()
-    if layout == "fsdp" and not axes:
-        raise ValueError(
-            f"{model.name}: the layout 'fsdp' splits weights along data_axes, which "
-            "are (): name the mesh axes"
-        )
     if layout == "fsdp":
+        if not axes:
+            raise ValueError(
+                f"{model.name}: the layout 'fsdp' splits weights along data_axes, "
+                "which are (): name the mesh axes"
+            )
         return FullySharded(axes)
     if layout == "tensor":
         return TensorParallel(model, mesh.axis_names[-1])

@@ -44,7 +44,6 @@ from meshwright.trainers.checkpoints.checkpoint_progress import (
 log = logging.getLogger("absl")
 
 _INPUT = "input"
-
 T = TypeVar("T")
 
 
@@ -265,9 +264,10 @@ class Checkpoints:
         """
         step = self.latest_step()
         known = step is not None and manifests.is_as_saved(self._folder(step))
+        if not all(self._gather(known)):
+            return
         try:
-            if all(self._gather(known)):
-                self._check_model(step, abstract)
+            self._check_model(step, abstract)
         except CheckpointError:
             raise
         except Exception:  # `restore` tells what is wrong with it.

@@ -23,7 +23,6 @@ from jax._src import compiler as jax_compiler
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import pxla
-from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -240,16 +239,11 @@ def compile_here(
     options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """`compile_lowered` in this process, whatever JAX has of the program in a cache."""
-    is_on = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # Else JAX goes by what it found before.
-    # JAX returns the same executable for the same options; this one does nothing.
-    options = {**(options or {}), "xla_dump_max_hlo_modules": 1}
-    try:
+    # An option that does nothing is a part of the keys of JAX's caches, and under this
+    # one nothing is kept.
+    options = {**(options or {}), "xla_dump_emitter_re": "compile_here"}
+    with not_cached():
         return compile_lowered(lowered, partitioner, options)[0]
-    finally:
-        jax.config.update("jax_enable_compilation_cache", is_on)
-        compilation_cache.reset_cache()
 
 
 def export(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections.abc import Iterable, Iterator
 
@@ -57,8 +56,8 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
 
 def reasons(lines: Iterable[str]) -> str:
     """What `why_not` says of each plan; 80 columns."""
-    wrap = functools.partial(textwrap.wrap, width=_WIDTH, subsequent_indent="    ")
-    return "\n".join(part for line in lines for part in wrap(f"why not {line}"))
+    wrapped = (_wrapped(f"why not {line}", indent=0, hanging=4) for line in lines)
+    return "\n".join(part for parts in wrapped for part in parts)
 
 
 def import_flags() -> str:
@@ -190,8 +189,8 @@ def _most_first(item: tuple[str, int]) -> tuple[int, str]:
     return -item[1], item[0]
 
 
-def _wrapped(text: str, indent: int = 2) -> Iterator[str]:
-    margin = " " * indent
+def _wrapped(text: str, indent: int = 2, hanging: int = 0) -> Iterator[str]:
+    first, others = " " * indent, " " * (indent + hanging)
     yield from textwrap.wrap(
-        text, _WIDTH, initial_indent=margin, subsequent_indent=margin
+        text, _WIDTH, initial_indent=first, subsequent_indent=others
     )

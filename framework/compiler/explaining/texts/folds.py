@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 RANDOM_BITS = "u32"
 """The dtype of random bits."""
 _SMALL = 1024
+_BYTES = operator.attrgetter("bytes")
 """Bytes of a collective's part that is told with the others."""
 
 
@@ -43,7 +45,7 @@ def folded(
             key = _inside_key(tensor, by_reason=by_reason) or key
         groups.setdefault(key, []).append(tensor)
     return [
-        _largest_first(group) if group[0].dtype == RANDOM_BITS else group
+        _largest_first(group, _BYTES) if group[0].dtype == RANDOM_BITS else group
         for group in groups.values()
     ]
 
@@ -55,7 +57,7 @@ def folded_bits(tensors: Iterable[TensorReport]) -> list[list[TensorReport]]:
         is_alone = tensor.annotated or tensor.collectives
         return () if is_alone else _bits_key(tensor)
 
-    return grouped(tensors, key, lambda tensor: tensor.bytes)
+    return grouped(tensors, key, _BYTES)
 
 
 def grouped(
@@ -65,11 +67,11 @@ def grouped(
     groups: dict[tuple, list[T]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor) or (id(tensor),), []).append(tensor)
-    return [sorted(group, key=lambda t: -size(t)) for group in groups.values()]
+    return [_largest_first(group, size) for group in groups.values()]
 
 
-def _largest_first(tensors: Iterable[TensorReport]) -> list[TensorReport]:
-    return sorted(tensors, key=lambda tensor: -tensor.bytes)
+def _largest_first(tensors: Iterable[T], size: Callable[[T], int]) -> list[T]:
+    return sorted(tensors, key=lambda tensor: -size(tensor))
 
 
 def settled_results(tensors: Sequence[TensorReport]) -> set[int]:

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import tensorflow as tf
 from absl import logging
 
@@ -150,14 +151,14 @@ class KerasPlan:
         Args:
           number: of the layout in `layouts`; by default the fastest.
         """
-        best = self.layouts[number]
-        how = "by propagation" if best.seconds is None else "compiled"
-        axes = ".".join(best.data_axes) or "-"
+        layout = self.layouts[number]
+        how = "by propagation" if layout.seconds is None else "compiled"
+        time, axes = _ms(layout.cost), ".".join(layout.data_axes) or "-"
         return "\n".join(
             [
-                f"mesh {best.mesh}: {_ms(best.cost)} ms on {self.torus.name}, {how}",
-                f"  batch: {axes}; weight-update sharding: {best.updates.value}",
-                *_rows(best.layout),
+                f"mesh {layout.mesh}: {time} ms on {self.torus.name}, {how}",
+                f"  batch: {axes}; weight-update sharding: {layout.updates.value}",
+                *_rows(layout.layout),
                 *self._table(),
                 *textwrap.wrap(self._errors(), width=80),
             ]
@@ -279,11 +280,10 @@ def search_keras(
     name, torus = model.name, searchable(model.name, topology)
     check_counts(name, most=(most, 1), most_axes=(most_axes, 1), compiled=(compiled, 0))
     batch = _checked(name, batch)
+    devices = topology_devices(topology) if compiled else None
     if compiled:  # What would end the search ends it now.
-        mesh_keras.distribute(
-            model, _one_axis(torus), "data", devices=topology_devices(topology)
-        )
-    search = _Search(model, batch, torus, most_axes)
+        mesh_keras.distribute(model, _one_axis(torus), "data", devices=devices)
+    search = _Search(model, batch, torus, most_axes, devices)
     run_finder(search.finder, most, search.starts)
     layouts = search.layouts(max(compiled, 1))
     if compiled:
@@ -354,13 +354,22 @@ class _Search:
       batch: its specs.
       torus: the topology.
       most_axes: mesh axes at most.
+      devices: the topology's; None if nothing is to be compiled.
 
     Attributes:
       finder: of the plans.
     """
 
-    def __init__(self, model: Any, batch: tuple, torus: Topology, most_axes: int):
-        self._model, self._batch, self._torus = model, batch, torus
+    def __init__(
+        self,
+        model: Any,
+        batch: tuple,
+        torus: Topology,
+        most_axes: int,
+        devices: Sequence[jax.Device] | None,
+    ):
+        self._model, self._batch = model, batch
+        self._torus, self._devices = torus, devices
         variables_of(model)  # Notes the paths by which layouts know them.
         self._step = KerasStep(model, batch)
         self._named = NamedFunction(
@@ -447,26 +456,24 @@ class _Search:
         If AUTO shards weight updates, that program, for the trainer's device order by
         which it was decided. The one that shards none is taken in its best order.
         """
-        auto = dataclasses.replace(one, updates=WeightUpdateSharding.AUTO)
-        off = dataclasses.replace(one, updates=WeightUpdateSharding.OFF)
-        program = self._program(auto)
-        if isinstance(program, str):
-            yield dataclasses.replace(auto, failed=program)
-            return
-        if program.updates is not None and program.updates.sharded:
-            plan = FitPlan(topology=self._torus.name, program=program)
-            yield dataclasses.replace(
-                auto, seconds=plan.time.seconds, memory=plan.memory, failed=""
-            )
-            program = self._program(off)
+        for updates in (WeightUpdateSharding.AUTO, WeightUpdateSharding.OFF):
+            one = dataclasses.replace(one, updates=updates)
+            program = self._program(one)
             if isinstance(program, str):
-                yield dataclasses.replace(off, failed=program)
+                yield dataclasses.replace(one, failed=program)
                 return
-        mesh, seconds = in_best_order(program, self._torus)
-        memory = program.memory().peak
-        yield dataclasses.replace(
-            off, mesh=mesh, seconds=seconds, memory=memory, failed=""
-        )
+            plan = FitPlan(topology=self._torus.name, program=program)
+            if program.updates is not None and program.updates.sharded:
+                seconds = plan.time.seconds
+            else:
+                mesh, seconds = in_best_order(program, self._torus)
+                off = WeightUpdateSharding.OFF
+                one = dataclasses.replace(one, mesh=mesh, updates=off)
+            yield dataclasses.replace(
+                one, seconds=seconds, memory=plan.memory, failed=""
+            )
+            if one.updates is WeightUpdateSharding.OFF:
+                return
 
     def _program(self, one: KerasLayout) -> Program | str:
         """The program that `fit` would run; or why there is none."""
@@ -482,7 +489,7 @@ class _Search:
                 one.layout,
                 data_axes=one.data_axes,
                 weight_update_sharding=one.updates,
-                devices=topology_devices(self._torus.name),
+                devices=self._devices,
             )
             return mesh_keras.program(self._model, x, y, sample_weight=weights)
         except OutOfMemoryError:
