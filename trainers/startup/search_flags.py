@@ -25,6 +25,18 @@ MICROBATCHES = flags.DEFINE_list(
     "Counts of microbatches for pipelines to choose from; default: the configured "
     "count and powers of two, 1 to 16 a stage.",
 )
+STAGES = flags.DEFINE_list(
+    "search_stages",
+    [],
+    "Numbers of stages for pipelines to choose from, beside the configured; 1: no "
+    "pipeline. Default: 1 and the powers of two that divide the layers.",
+)
+REPEATS = flags.DEFINE_list(
+    "search_repeats",
+    [],
+    "How often a microbatch may pass each stage of a pipeline; default: 1, 2, 4 and as "
+    "configured.",
+)
 PROPAGATED = flags.DEFINE_integer(
     "search_propagated",
     1000,
@@ -50,10 +62,13 @@ CACHE_DIR = flags.DEFINE_string(
     "Folder of compiled results; default: meshwright/plans in the user's cache.",
 )
 
+OF_PIPELINES = (MICROBATCHES, STAGES, REPEATS)
+"""Flags for models with pipelines."""
+
 OPTIONS = (
     PLANS,
     BATCH,
-    MICROBATCHES,
+    *OF_PIPELINES,
     PROPAGATED,
     BUDGET,
     JOBS,

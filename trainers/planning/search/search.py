@@ -34,6 +34,7 @@ from meshwright.trainers.planning.search.search_screen import (
     ScoredCandidate,
     Screened,
     SearchSpace,
+    joined_spaces,
     promise,
     screen,
 )
@@ -96,6 +97,7 @@ def search(
     budget: int,
     jobs: int,
     propagated: int = 0,
+    others: Sequence[SearchSpace] = (),
 ) -> SearchResult:
     """Compiles the promising candidates and ranks them by time an example.
 
@@ -106,20 +108,28 @@ def search(
       jobs: how many are compiled at once.
       propagated: how many plans that no file has are propagated at most; 0: those of
         the space's files alone.
+      others: spaces of the same model with other stages, see `staged`.
 
     Raises:
       NothingFitsError: no candidate fits; the message says what the smallest needs.
       ValueError: no candidate can be laid out; the message says why.
     """
-    screened = screen(space)
-    if propagated:
-        screened = with_found(space, screened, cache, propagated)
+    spaces = (space, *others)
+    total = sum(len(each.candidates()) for each in spaces)
+    with progress_bar(total, "memory bounds") as bar:
+        parts = [screen(each, bar.update) for each in spaces]
+    if propagated:  # Pipelines have the plans of files alone.
+        parts = [
+            part if each.stages else with_found(each, part, cache, propagated)
+            for each, part in zip(spaces, parts, strict=True)
+        ]
+    screened = joined_spaces(parts)
     if not screened.promising:
         raise _no_candidate(space, screened)
-    rows = list(_compiled(space, screened.promising, cache, budget, jobs))
+    rows = list(_compiled(screened.promising, cache, budget, jobs))
     if screened.slow and all(row.result.refusal is not None for row in rows):
         left = budget - len(rows)
-        rows += _compiled(space, screened.slow, cache, left, jobs)
+        rows += _compiled(screened.slow, cache, left, jobs)
     ranked = [row for row in rows if row.result.refusal is None]
     refused = [row for row in rows if row.result.refusal is not None]
     if not ranked:
@@ -137,7 +147,6 @@ def _rank(row: RankedCandidate) -> tuple[float, int]:
 
 
 def _compiled(
-    space: SearchSpace,
     promising: Sequence[ScoredCandidate],
     cache: PlanCache,
     budget: int,
@@ -168,7 +177,7 @@ def _compiled(
                 )
                 waiting.remove(scored)
                 started += 1
-                running.append((scored, Compile(space, scored.candidate, cache)))
+                running.append((scored, Compile(scored.space, scored.candidate, cache)))
             if not running:
                 return
             scored, compile_ = running[0]

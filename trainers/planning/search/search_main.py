@@ -20,7 +20,7 @@ from meshwright.trainers.planning.search import search_text
 from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import NothingFitsError, search
-from meshwright.trainers.planning.search.search_screen import SearchSpace
+from meshwright.trainers.planning.search.search_screen import SearchSpace, staged
 from meshwright.trainers.planning.search.search_space import (
     check_unscoped,
     more_names,
@@ -51,12 +51,13 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
         )
     output = _output()
     check_unscoped(cli.GIN_FILE.value, cli.gin_params())
-    microbatches = _counts(search_flags.MICROBATCHES)
-    if microbatches and not pipelines(experiment.task):
-        raise ValueError(
-            "--search_microbatches is for pipelines, and the task has none: see "
-            "params/layers/pipeline.gin"
-        )
+    microbatches, stages, repeats = map(_counts, search_flags.OF_PIPELINES)
+    for flag in search_flags.OF_PIPELINES:
+        if flag.value and not pipelines(experiment.task):
+            raise ValueError(
+                f"--{flag.name} is for pipelines, and the task has none: see "
+                "params/layers/pipeline.gin"
+            )
     space = SearchSpace(
         experiment=experiment,
         gin_files=tuple(cli.GIN_FILE.value),
@@ -90,6 +91,7 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
                 budget=search_flags.BUDGET.value,
                 jobs=search_flags.JOBS.value,
                 propagated=search_flags.PROPAGATED.value,
+                others=staged(space, stages, repeats),
             )
     except KeyboardInterrupt:
         print(

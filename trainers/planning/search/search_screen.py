@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import gin
 
 from meshwright.framework.devices.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.planning.search.found.finding import Progress
 from meshwright.trainers.planning.search.search_cost import rough_seconds
 from meshwright.trainers.planning.search.search_memory import MemoryBound
@@ -15,6 +21,7 @@ from meshwright.trainers.planning.search.search_space import (
     Candidate,
     NamedPlan,
     Policy,
+    built,
     candidates,
     dims_of,
     essence,
@@ -22,7 +29,8 @@ from meshwright.trainers.planning.search.search_space import (
     misfit,
     policies,
 )
-from meshwright.trainers.startup.messages import progress_bar
+
+log = logging.getLogger("absl")
 
 SAME = "the same program as with another plan"
 TOO_LARGE = "state and saved activations alone exceed memory"
@@ -42,6 +50,8 @@ class SearchSpace:
       microbatches: pipelines' numbers of microbatches to choose from; empty for those
         that suit each batch.
       more_names: what recomputation may save beside what is configured.
+      as_configured: whether its stages are those of the user's files; False for those
+        of `staged`.
     """
 
     experiment: Experiment
@@ -52,6 +62,7 @@ class SearchSpace:
     batches: tuple[int, ...]
     microbatches: tuple[int, ...] = ()
     more_names: tuple[str, ...] = ()
+    as_configured: bool = True
 
     def candidates(self) -> list[Candidate]:
         """All candidates; of those with equal programs the first is kept.
@@ -69,10 +80,101 @@ class SearchSpace:
         )
         return sorted(choices, key=self._preference)
 
+    def is_configured(self, candidate: Candidate) -> bool:
+        """Whether a candidate is the user's configuration."""
+        return self.as_configured and is_configured(self.experiment, candidate)
+
+    @property
+    def stages(self) -> str:
+        """Stages of its pipelines, times their repeats; "" without pipelines."""
+        made = {
+            str(each.num_stages) + f"x{each.num_repeats}" * (each.num_repeats > 1)
+            for each in pipelines(self.experiment.task).values()
+        }
+        return ", ".join(sorted(made))
+
     def _preference(self, candidate: Candidate) -> tuple[bool, int]:
         tables = candidate.plan.tables
         dims = len(tables.weights) + len(tables.activations)
-        return not is_configured(self.experiment, candidate), dims
+        return not self.is_configured(candidate), dims
+
+
+_REPEATS = (1, 2, 4)
+
+
+def staged(
+    space: SearchSpace, stages: Sequence[int] = (), repeats: Sequence[int] = ()
+) -> list[SearchSpace]:
+    """The spaces of a pipelined model with other stages, or without its pipelines.
+
+    The shapes of its weights depend on its stages, so each has its own experiment.
+
+    Args:
+      space: the space as configured.
+      stages: numbers of stages to choose from, 1 for no pipeline; empty for 1 and the
+        powers of two that divide the layers, up to the number of devices.
+      repeats: how often a microbatch may pass each stage; empty for 1, 2, 4 and the
+        configured numbers.
+    """
+    given = pipelines(space.experiment.task)
+    if not given:
+        return []
+    counts = [pipeline.stack.count for pipeline in given.values()]
+    most = min(*counts, space.torus.size)
+    numbers = stages or [2**n for n in range(most.bit_length())]
+    kept = repeats or {*_REPEATS, *(each.num_repeats for each in given.values())}
+    made = []
+    for number, times in itertools.product(sorted(set(numbers)), sorted(set(kept))):
+        if number == 1 and times == min(kept):
+            made += _without_pipelines(space)
+        divides = all(count % (number * times) == 0 for count in counts)
+        if number > 1 and (divides or (stages and repeats)):
+            lines = f"Pipeline.num_stages = {number}", f"Pipeline.num_repeats = {times}"
+            made += _with_bindings(space, lines)
+    return [each for each in made if each.stages != space.stages]
+
+
+def _with_bindings(space: SearchSpace, lines: Sequence[str]) -> Iterator[SearchSpace]:
+    """The space with more bindings; none if nothing can be built of them."""
+    params = (*space.gin_params, *lines)
+    try:
+        experiment = built(space.gin_files, params)
+    except ValueError as error:
+        log.info("search: left out: %s: %s", "; ".join(lines), error)
+        return
+    yield dataclasses.replace(
+        space, experiment=experiment, gin_params=params, as_configured=False
+    )
+
+
+def _without_pipelines(space: SearchSpace) -> Iterator[SearchSpace]:
+    """The space with the stacks of its pipelines in their places, if gin can say so."""
+    built(space.gin_files, space.gin_params)  # Loads what is queried.
+    lines = []
+    for path in pipelines(space.experiment.task):
+        *parents, field = path.split(".")
+        holder = space.experiment.task
+        for name in parents:
+            holder = holder[int(name)] if name.isdecimal() else getattr(holder, name)
+        bound = f"{type(holder).__name__}.{field}"
+        try:
+            pipeline = gin.query_parameter(bound)
+            stack = _stack_of(pipeline.scoped_selector.split("/"))
+        except (ValueError, AttributeError):
+            log.info("search: no plan without pipelines, as nothing binds %s", bound)
+            return
+        lines.append(f"{bound} = {stack!r}")
+    yield from _with_bindings(space, lines)
+
+
+def _stack_of(pipeline: Sequence[str]) -> object:
+    """What a pipeline's stack is bound to, in its scopes or around them."""
+    try:
+        return gin.query_parameter(f"{'/'.join(pipeline)}.stack")
+    except ValueError:
+        if len(pipeline) == 1:
+            raise
+        return _stack_of(pipeline[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,18 +182,22 @@ class ScoredCandidate:
     """A candidate that may fit.
 
     Args:
+      space: the space that it is of.
       candidate: the candidate.
       bound: bytes that a device needs at least.
       seconds: a rough guess of its step time, for the order of compiling.
       configured: whether it is the user's configuration.
       propagated: whether it was propagated, and both are from there.
+      turn: how many are more promising, of those with a pipeline or of those without.
     """
 
+    space: SearchSpace
     candidate: Candidate
     bound: float
     seconds: float
     configured: bool
     propagated: bool = False
+    turn: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,11 +205,13 @@ class Dropped:
     """A candidate that is not compiled.
 
     Args:
+      space: the space that it is of.
       candidate: the candidate.
       reason: why; counted in `Screened.left_out`.
       bound: bytes that a device needs at least, if that is why.
     """
 
+    space: SearchSpace
     candidate: Candidate
     reason: str
     bound: float | None = None
@@ -131,16 +239,21 @@ class Screened:
     slow: tuple[ScoredCandidate, ...] = ()
 
 
-def screen(space: SearchSpace) -> Screened:
-    """Drops candidates that will not do, by shapes and memory, and orders the rest."""
+def screen(space: SearchSpace, tell: Callable[[], object] = lambda: None) -> Screened:
+    """Drops candidates that will not do, by shapes and memory, and orders the rest.
+
+    Args:
+      space: the space.
+      tell: called for each candidate.
+    """
     bound, limit = MemoryBound(space.experiment), space.torus.kind.memory
     left_out: collections.Counter[str] = collections.Counter()
     promising: list[ScoredCandidate] = []
     dropped: list[Dropped] = []
     least: tuple[float, Candidate] | None = None
     seen, dims = set(), dims_of(space.experiment)
-    made = space.candidates()
-    for candidate in progress_bar(len(made), "memory bounds", iterable=made):
+    for candidate in space.candidates():
+        tell()
         program = essence(candidate, dims)
         try:
             reason = misfit(space.experiment, candidate, space.torus)
@@ -160,17 +273,20 @@ def screen(space: SearchSpace) -> Screened:
         if reason is not None:
             left_out[reason] += 1
             most = bytes_ if reason == TOO_LARGE else None
-            dropped.append(Dropped(candidate=candidate, reason=reason, bound=most))
+            dropped.append(
+                Dropped(space=space, candidate=candidate, reason=reason, bound=most)
+            )
             continue
         recomputed = _recomputed(space.experiment, bound, candidate)
         promising.append(
             ScoredCandidate(
+                space=space,
                 candidate=candidate,
                 bound=bytes_,
                 seconds=rough_seconds(
                     space.experiment, candidate, space.torus, recomputed
                 ),
-                configured=is_configured(space.experiment, candidate),
+                configured=space.is_configured(candidate),
             )
         )
     promising.sort(key=promise)
@@ -182,9 +298,37 @@ def screen(space: SearchSpace) -> Screened:
     )
 
 
-def promise(scored: ScoredCandidate) -> tuple[bool, float]:
+def joined_spaces(parts: Sequence[Screened]) -> Screened:
+    """What was screened of several spaces, as of a single one.
+
+    The rough times of pipelines hardly compare with times by propagation, so the most
+    promising candidates with and without pipelines take turns.
+    """
+    turns: collections.Counter[bool] = collections.Counter()
+    promising = []
+    for scored in sorted((s for part in parts for s in part.promising), key=promise):
+        kind = bool(scored.space.stages)
+        promising.append(dataclasses.replace(scored, turn=turns[kind]))
+        turns[kind] += 1
+    left_out: collections.Counter[str] = collections.Counter()
+    for part in parts:
+        left_out.update(part.left_out)
+    smallest = [part.least for part in parts if part.least is not None]
+    progress = [part.progress for part in parts if part.progress is not None]
+    return Screened(
+        promising=tuple(sorted(promising, key=promise)),
+        left_out=dict(left_out),
+        least=min(smallest, key=lambda least: least[0], default=None),
+        progress=progress[0] if progress else None,
+        dropped=tuple(dropped for part in parts for dropped in part.dropped),
+        slow=tuple(scored for part in parts for scored in part.slow),
+    )
+
+
+def promise(scored: ScoredCandidate) -> tuple[bool, int, float]:
     """Smaller is better: the user's configuration, then the least time an example."""
-    return (not scored.configured, scored.seconds / scored.candidate.batch)
+    seconds = scored.seconds / scored.candidate.batch
+    return (not scored.configured, scored.turn, seconds)
 
 
 def _recomputed(

@@ -13,8 +13,11 @@ from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.search.found.found_plans import table_text
 from meshwright.trainers.planning.search.search import RankedCandidate, SearchResult
 from meshwright.trainers.planning.search.search_result import Result
-from meshwright.trainers.planning.search.search_screen import SearchSpace
-from meshwright.trainers.planning.search.search_space import Candidate, portable
+from meshwright.trainers.planning.search.search_screen import (
+    ScoredCandidate,
+    SearchSpace,
+)
+from meshwright.trainers.planning.search.search_space import portable
 
 _WIDTH = 80
 _BEST = 10
@@ -34,7 +37,7 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
     comment = [
         f"Found by meshwright-plan --search for TPU topology {space.torus.name}: "
         f"{_estimate(best, space)}.",
-        f"Searched: {len(space.candidates())} candidates of plans "
+        f"Searched: {_candidates(outcome)} candidates of plans "
         f"{', '.join(plan.name for plan in space.plans)}; batches "
         f"{', '.join(map(str, space.batches))};{_found(outcome)} "
         f"{len(outcome.screened.promising)} could fit, "
@@ -49,7 +52,8 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         table = table_text(best.promising.candidate.plan.tables)
         lines += ["#", *(f"#   {line}" for line in table)]
     lines += ["", *(f"include '{portable(file)}'" for file in space.gin_files)]
-    lines += ["", *space.gin_params] if space.gin_params else []
+    params = best.promising.space.gin_params
+    lines += ["", *params] if params else []
     lines += ["", *best.bindings()]
     return "\n".join(lines) + "\n"
 
@@ -86,6 +90,12 @@ def _found(outcome: SearchResult) -> str:
     )
 
 
+def _candidates(outcome: SearchResult) -> int:
+    screened = outcome.screened
+    of_files = (s for s in screened.promising if not s.candidate.plan.is_found)
+    return len(screened.dropped) + sum(1 for _ in of_files)
+
+
 def _utilization(result: Result) -> str:
     share = result.utilization
     if share is None:
@@ -113,13 +123,13 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         if i < _BEST or row.promising.configured
     ]
     for row in shown:
-        candidate, result = row.promising.candidate, row.result
+        result = row.result
         mark = "*" if row.promising.configured else " "
         mark += " " if result.device_ids is None else "+"
         yield (
             f"{mark}{1e3 * row.seconds_per_example:10.4g}{result.seconds:10.4g}"
             f"{bytes_text(result.peak):>10}{_utilization(result):>7}  "
-            f"{_names(candidate)}"
+            f"{_names(row.promising)}"
         )
     yield f"  {_order(space)}"
     if any(row.promising.configured for row in shown):
@@ -128,6 +138,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     if any(row.result.device_ids for row in shown):
         yield "+ in a device order other than the trainer's"
     if any(row.promising.candidate.microbatches is not None for row in shown):
+        yield "  plan: its name, and stages x repeats of pipelines"
         yield "  batch: examples a step / microbatches of pipelines"
     policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
     for policy in policies:
@@ -139,7 +150,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         yield from (f"    {line}" for line in table_text(best.tables))
     yield from _by_propagation(outcome)
     for row in outcome.refused:
-        yield f"{'refused':>12}{'':29}{_names(row.promising.candidate)}".rstrip()
+        yield f"{'refused':>12}{'':29}{_names(row.promising)}".rstrip()
         yield from _wrapped(textwrap.shorten(row.result.refusal, _REASON), indent=4)
     rest = len(outcome.ranked) - len(shown)
     if rest > 0:
@@ -173,14 +184,17 @@ def _by_propagation(outcome: SearchResult) -> Iterator[str]:
     )
 
 
-def _names(candidate: Candidate) -> str:
+def _names(scored: ScoredCandidate) -> str:
+    candidate, stages = scored.candidate, scored.space.stages
     mesh = "x".join(map(str, candidate.mesh))
     batch = str(candidate.batch)
     if candidate.microbatches is not None:
         batch += f"/{candidate.microbatches}"
-    # A long batch takes its width from the plan's name.
+    # A long batch takes its width from the plan's name, as stages do.
     width = _PLAN - max(0, len(batch) - 5)
-    plan = textwrap.shorten(candidate.plan.name, width, placeholder="~")[:width]
+    left = width - (len(stages) + 1 if stages else 0)
+    plan = textwrap.shorten(candidate.plan.name, left, placeholder="~")[:left]
+    plan = f"{plan} {stages}".strip()
     policy = "" if candidate.policy is None else str(candidate.policy)
     return f"{mesh:<8} {plan:<{width}} {policy:<10} {batch:>5}"
 

@@ -53,6 +53,7 @@ def candidate(where, mesh=(2, 4), plan="finalized", policy=EVERYTHING, batch=8):
 def promising(where, *, bound=1e9, seconds=1.0, propagated=False, **changes):
     default = candidate(where, **changes)
     return ScoredCandidate(
+        space=where,
         candidate=default,
         bound=bound,
         seconds=seconds,

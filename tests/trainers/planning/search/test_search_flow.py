@@ -122,7 +122,8 @@ def test_from_a_search_to_training_of_a_pipeline(tmp_path, compiler):
     files = {"gin_files": pipelined.GIN_FILES}
     assert run(tmp_path, *pipelined.PARAMS, **files, **chosen) is None
     started = compiler()
-    assert all("Pipeline.num_microbatches = " in text for text in started)
+    assert any("LanguageModel.stack = @Repeat()" in text for text in started)
+    assert any("Pipeline.num_stages = 4" in text for text in started)
     winner = tmp_path / "made" / "winner.gin"
     assert built([str(winner)], []).task.stack.num_microbatches in (2, 8)
     check_trains(winner, tmp_path / "model")

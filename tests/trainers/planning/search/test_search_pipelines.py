@@ -194,14 +194,15 @@ def test_weights_gradients_are_reduced_for_each_microbatch(small):
 def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
     best = candidate(small, batch=16, microbatches=2)
     rows = searched(space()).ranked
-    promising = dataclasses.replace(rows[0].promising, candidate=best)
+    promising = dataclasses.replace(rows[0].promising, space=small, candidate=best)
     row = dataclasses.replace(rows[0], promising=promising)
     changed = dataclasses.replace(searched(space()), ranked=(row,), refused=())
     path = tmp_path / "winner.gin"
     path.write_text(search_text.winner(small, changed))
     assert built([str(path)], []) == best.of(small.experiment)
     lines = search_text.table(small, changed).splitlines()
-    assert lines[1].split()[-4:] == ["2x2x2", "pipeline", "everything", "16/2"]
+    assert lines[1].split()[-4:] == ["pipeline", "2", "everything", "16/2"]
+    assert "  plan: its name, and stages x repeats of pipelines" in lines
     assert "  batch: examples a step / microbatches of pipelines" in lines
     assert all(len(line) <= 80 for line in lines)
 
@@ -213,6 +214,91 @@ def test_screening_keeps_what_can_be_laid_out():
     assert (MESH, 4) in kept and (MESH, 8) not in kept
     assert screened.promising[0].configured
     assert screened.left_out["more shards than there are 'stages'"] > 0
+
+
+@pytest.fixture(scope="module")
+def others(small):
+    """By their stages."""
+    return {each.stages: each for each in search_screen.staged(small)}
+
+
+def test_other_stages_and_none_are_spaces_of_their_own(small, others):
+    assert small.stages == "2" and list(others) == ["", "2x2", "4"]
+    for each in others.values():
+        assert built(each.gin_files, each.gin_params) == each.experiment
+    assert others[""].experiment.task.stack == small.experiment.task.stack.stack
+    circular = others["2x2"].experiment.task.stack
+    assert (circular.num_stages, circular.num_repeats) == (2, 2)
+    assert search_screen.staged(space()) == []
+    (chosen,) = search_screen.staged(small, stages=(2, 4), repeats=(1,))
+    assert chosen.stages == "4"
+
+
+@pytest.mark.parametrize(
+    ("params", "stages"),
+    [
+        # gin looks up a parameter in a scope and then around it.
+        (("LanguageModel.stack = @deep/Pipeline()",), ["", "4"]),
+        # No single binding puts the stack in its place.
+        (
+            (
+                "LanguageModel.stack = @Sequential()",
+                "Sequential.layers = (@Pipeline(),)",
+            ),
+            ["4"],
+        ),
+    ],
+)
+def test_a_pipeline_of_a_scope(params, stages):
+    made = search_screen.staged(pipelined_space(*params), repeats=(1,))
+    assert [each.stages for each in made] == stages
+
+
+def test_stages_of_which_nothing_can_be_built_are_left_out(caplog):
+    caplog.set_level("INFO", logger="absl")
+    deep = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.num_stages = 2")
+    where = pipelined_space(*deep)
+    assert search_screen.staged(where, stages=(4,), repeats=(1,)) == []
+    assert "left out: Pipeline.num_stages = 4; Pipeline.num_repeats = 1" in caplog.text
+
+
+def test_an_encoder_and_a_decoder_have_the_same_stages():
+    gin_files = ("mt/gettext_pipeline.gin",)
+    experiment = built(gin_files, ())
+    where = dataclasses.replace(
+        space(), experiment=experiment, gin_files=gin_files, gin_params=()
+    )
+    task = experiment.task
+    plain, *deeper = search_screen.staged(where, stages=(1, 4), repeats=(1,))
+    assert plain.experiment.task.encoder == task.encoder.stack
+    assert plain.experiment.task.decoder == task.decoder.stack
+    assert [each.stages for each in deeper] == ["4"]
+
+
+def test_pipelines_and_plans_without_take_turns(small, others):
+    parts = [
+        search_screen.screen(small),
+        search_screen.screen(others["4"]),
+        search_screen.screen(others[""]),
+    ]
+    joined = search_screen.joined_spaces(parts)
+    assert joined.promising[0].configured
+    assert sum(scored.configured for scored in joined.promising) == 1
+    pipelined_ones = [bool(scored.space.stages) for scored in joined.promising]
+    assert pipelined_ones[1:5] in ([False, True] * 2, [False, False, True, False])
+    counts = [len(part.promising) for part in parts]
+    assert len(joined.promising) == sum(counts)
+    assert sum(joined.left_out.values()) == len(joined.dropped)
+
+
+def test_a_winner_without_a_pipeline_trains(small, others, tmp_path):
+    best = search_screen.screen(others[""]).promising[0]
+    rows = searched(space()).ranked
+    row = dataclasses.replace(rows[0], promising=best)
+    changed = dataclasses.replace(searched(space()), ranked=(row,), refused=())
+    path = tmp_path / "winner.gin"
+    path.write_text(search_text.winner(small, changed))
+    assert built([str(path)], []) == best.candidate.of(others[""].experiment)
 
 
 ONE_AXIS = (  # As of Table 5.
@@ -242,6 +328,7 @@ def test_a_mesh_may_have_no_axis_but_that_of_the_stages(repeats):
     assert saved == INPUT / 2 * (iterations + 8)
 
 
+ONE = {"search_stages": "2"}  # As configured.
 SCOPED = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.stack = @Repeat()")
 
 
@@ -262,8 +349,18 @@ SCOPED = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.stack = @Repe
             "--search chooses Repeat.recompute for all",
         ),
         ([], {"search_microbatches": "0"}, "--search_microbatches=0: must be whole"),
-        ([], {"search_batch": "9"}, "choose other batches (--search_batch)"),
-        ([], {"search_microbatches": "3"}, "microbatches (--search_microbatches)"),
+        ([], {"search_stages": "two"}, "--search_stages=two: must be whole numbers"),
+        (
+            [*SCOPED, "deep/Pipeline.num_stages = 2"],
+            {},
+            "deep/Pipeline.num_stages is bound for a scope",
+        ),
+        ([], ONE | {"search_batch": "9"}, "choose other batches (--search_batch)"),
+        (
+            [],
+            ONE | {"search_microbatches": "3"},
+            "microbatches (--search_microbatches)",
+        ),
     ],
 )
 def test_wrong_input_is_told(params, more, message, tmp_path, monkeypatch):
@@ -281,7 +378,9 @@ def test_wrong_input_is_told(params, more, message, tmp_path, monkeypatch):
     assert message in " ".join(str(info.value.code).split())
 
 
-def test_microbatches_are_for_pipelines(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["microbatches", "stages", "repeats"])
+def test_flags_of_pipelines_need_pipelines(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="is for pipelines, and the task has none"):
-        call_main(search="true", topology="v3:2x2", search_microbatches="4")
+    message = f"--search_{name} is for pipelines, and the task has none"
+    with pytest.raises(SystemExit, match=message):
+        call_main(search="true", topology="v3:2x2", **{f"search_{name}": "4"})

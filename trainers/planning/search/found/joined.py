@@ -170,7 +170,11 @@ def _found(
             continue
         if misfit(space.experiment, candidate, space.torus) is None:
             scored = ScoredCandidate(
-                candidate=candidate, bound=0.0, seconds=0.0, configured=False
+                space=space,
+                candidate=candidate,
+                bound=0.0,
+                seconds=0.0,
+                configured=False,
             )
             yield _by(plan.priced, scored)
 

@@ -36,23 +36,23 @@ def _reason(
     if compiled:
         best = compiled[0]
         more = best.seconds_per_example / winner.seconds_per_example - 1
-        return _slower(best.promising.candidate, more, "compiled")
+        return _slower(best.promising, more, "compiled")
     if refused := [r for r in outcome.refused if mine(r.promising.candidate)]:
         row = refused[0]
-        return f"refused at {_at(row.promising.candidate)}: {row.result.refusal}"
+        return f"refused at {_at(row.promising)}: {row.result.refusal}"
     screened = outcome.screened
     timed = [s for s in (*screened.promising, *screened.slow) if mine(s.candidate)]
     if timed:
         best = min(timed, key=lambda s: (not s.propagated, _seconds(s)))
         if not (best.propagated and winner.promising.propagated):
-            return f"was not compiled at {_at(best.candidate)}, nor propagated"
+            return f"was not compiled at {_at(best)}, nor propagated"
         more = _seconds(best) / _seconds(winner.promising) - 1
-        return _slower(best.candidate, more, "by propagation")
+        return _slower(best, more, "by propagation")
     dropped = [d for d in screened.dropped if mine(d.candidate)]
     if large := [d for d in dropped if d.bound is not None]:
         least = min(large, key=lambda d: d.bound)
         over = bytes_text(least.bound - space.torus.kind.memory)
-        return f"does not fit by {over} or more, at {_at(least.candidate)}"
+        return f"does not fit by {over} or more, at {_at(least)}"
     return _not_allowed(dropped)
 
 
@@ -64,7 +64,7 @@ def _not_allowed(dropped: list[Dropped]) -> str:
         return "is the same program as another plan of the space"
     reason = max(reasons, key=reasons.count)
     if same := [d for d in dropped if d.reason == SAME]:
-        at = _at(same[0].candidate)
+        at = _at(same[0])
         return f"the same program as another plan at {at}; elsewhere {reason}"
     return f"not allowed: {reason}"
 
@@ -73,15 +73,19 @@ def _seconds(scored: ScoredCandidate) -> float:
     return scored.seconds / scored.candidate.batch
 
 
-def _slower(candidate: Candidate, more: float, how: str) -> str:
-    at = _at(candidate)
+def _slower(scored: ScoredCandidate, more: float, how: str) -> str:
+    at = _at(scored)
     if abs(more) < 5e-4:
         return f"as fast as the winner at {at}, {how}"
+    if more > 1:
+        return f"takes {1 + more:.1f} times as long at {at}, {how}"
     word = "slower" if more > 0 else "faster"
     return f"{abs(more):.1%} {word} at {at}, {how}"
 
 
-def _at(candidate: Candidate) -> str:
+def _at(scored: ScoredCandidate | Dropped) -> str:
+    candidate, stages = scored.candidate, scored.space.stages
     mesh = "x".join(map(str, candidate.mesh))
     policy = "" if candidate.policy is None else f", recompute {candidate.policy}"
-    return f"{mesh}{policy}, batch {candidate.batch}"
+    pipelined = f", {stages} stages" if stages else ""
+    return f"{mesh}{pipelined}{policy}, batch {candidate.batch}"

@@ -31,7 +31,8 @@ def where():
 def with_dropped(where, *dropped, plan="attempt1"):
     """A search that attempt 2 won, and that dropped candidates of another plan."""
     rows = tuple(
-        Dropped(candidate=candidate(where, plan=plan), **fields) for fields in dropped
+        Dropped(space=where, candidate=candidate(where, plan=plan), **fields)
+        for fields in dropped
     )
     return with_screened(where, dropped=rows)
 
