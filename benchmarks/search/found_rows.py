@@ -5,7 +5,8 @@
 
 For a row of GSPMD's tables the space is built from the model alone, and searched at the
 paper's batch and on as many cores; the paper's plan is no starting point. The best are
-compiled, and the paper's beside them, each in its best device order. What comes out is
+compiled, and the paper's beside them, each in its best device order. Beside pipelines
+come plans for the same layers without a pipeline. What comes out is
 kept in tests/data/found_rows.json. Wants libtpu; seconds of search are CPU seconds,
 without those of plans that the cache knew before.
 """
@@ -31,7 +32,7 @@ from meshwright.trainers.planning.search.found.found_plans import (
 from meshwright.trainers.planning.search.found.joined import kept_finder
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import Compile
-from meshwright.trainers.planning.search.search_screen import SearchSpace
+from meshwright.trainers.planning.search.search_screen import SearchSpace, staged
 from meshwright.trainers.planning.search.search_space import (
     AS_CONFIGURED,
     Candidate,
@@ -96,8 +97,9 @@ def compiled(space: SearchSpace, candidate: Candidate, cache: PlanCache) -> dict
 
 
 def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, Any]:
-    """Searches for a row's plan."""
-    space, begun = space_of(row), _cpu()
+    """Searches for a row's plan; without a pipeline where the paper has one."""
+    papers_space, begun = space_of(row), _cpu()
+    (space,) = staged(papers_space, stages=(1,)) or [papers_space]
     clock = time.monotonic()
     # What was propagated is kept before anything is compiled.
     with kept_finder(space, cache) as finder:
@@ -110,8 +112,8 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
         if misfit(space.experiment, candidate, space.torus) is None:
             made = compiled(space, candidate, cache)
             found.append({**made, "propagated_s": plan.priced.seconds})
-    paper = configured(space.experiment)
-    papers = finder.look_up(paper)
+    paper = configured(papers_space.experiment)
+    papers = None if papers_space.stages else finder.look_up(paper)
     return {
         "row": row,
         "topology": space.torus.name,
@@ -124,7 +126,7 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
         "best": list(_best(finder)),
         "found": found,
         "paper": {
-            **compiled(space, paper, cache),
+            **compiled(papers_space, paper, cache),
             "propagated_s": papers and papers.priced.seconds,
         },
     }
