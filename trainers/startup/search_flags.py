@@ -37,6 +37,12 @@ REPEATS = flags.DEFINE_list(
     "How often a microbatch may pass each stage of a pipeline; default: 1, 2, 4 and as "
     "configured.",
 )
+GROUP_SIZES = flags.DEFINE_list(
+    "search_group_sizes",
+    [],
+    "Numbers of tokens of experts' groups to choose from, beside the configured. Only "
+    "tokens of a group compete for slots, so another number trains another model.",
+)
 PROPAGATED = flags.DEFINE_integer(
     "search_propagated",
     1000,
@@ -45,7 +51,11 @@ PROPAGATED = flags.DEFINE_integer(
     lower_bound=0,
 )
 BUDGET = flags.DEFINE_integer(
-    "search_budget", 16, "Candidates to compile at most.", lower_bound=1
+    "search_budget",
+    15,
+    "Candidates to compile at most, before the fastest is compiled with or without "
+    "weight-update sharding, as is not configured.",
+    lower_bound=1,
 )
 JOBS = flags.DEFINE_integer(
     "search_jobs", 2, "Compilers at once; each takes some 2 GB.", lower_bound=1
@@ -69,6 +79,7 @@ OPTIONS = (
     PLANS,
     BATCH,
     *OF_PIPELINES,
+    GROUP_SIZES,
     PROPAGATED,
     BUDGET,
     JOBS,

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
@@ -37,6 +38,7 @@ from meshwright.trainers.planning.search.search_screen import (
     joined_spaces,
     promise,
     screen,
+    with_other_updates,
 )
 from meshwright.trainers.planning.search.search_space import Candidate, built
 from meshwright.trainers.startup.messages import progress_bar
@@ -101,14 +103,18 @@ def search(
 ) -> SearchResult:
     """Compiles the promising candidates and ranks them by time an example.
 
+    The fastest is also compiled with or without weight-update sharding, as is not
+    configured.
+
     Args:
       space: what to choose from.
       cache: results of earlier searches, to which those of this search are added.
-      budget: how many are compiled at most, cached results included.
+      budget: how many are compiled at most before that, cached results included.
       jobs: how many are compiled at once.
       propagated: how many plans that no file has are propagated at most; 0: those of
         the space's files alone.
-      others: spaces of the same model with other stages, see `staged`.
+      others: spaces of the same model with other stages or groups, see `staged` and
+        `grouped`.
 
     Raises:
       NothingFitsError: no candidate fits; the message says what the smallest needs.
@@ -119,8 +125,9 @@ def search(
     with progress_bar(total, "memory bounds") as bar:
         parts = [screen(each, bar.update) for each in spaces]
     if propagated:  # Pipelines have the plans of files alone.
+        share = math.ceil(propagated / max(1, sum(not each.stages for each in spaces)))
         parts = [
-            part if each.stages else with_found(each, part, cache, propagated)
+            part if each.stages else with_found(each, part, cache, share)
             for each, part in zip(spaces, parts, strict=True)
         ]
     screened = joined_spaces(parts)
@@ -130,6 +137,9 @@ def search(
     if screened.slow and all(row.result.refusal is not None for row in rows):
         left = budget - len(rows)
         rows += _compiled(screened.slow, cache, left, jobs)
+    if fit := [row for row in rows if row.result.refusal is None]:
+        other = with_other_updates(min(fit, key=_rank).promising)
+        rows += _compiled(other, cache, len(other), jobs)
     ranked = [row for row in rows if row.result.refusal is None]
     refused = [row for row in rows if row.result.refusal is not None]
     if not ranked:

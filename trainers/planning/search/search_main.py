@@ -10,17 +10,22 @@ from collections.abc import Iterator
 
 from absl import flags
 
+from meshwright.framework.compiler.hlo.step_errors import ModelKind
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices import topology as topologies
 from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.stacks import pipelines
+from meshwright.trainers.experiment.stacks import model_kind, pipelines
 from meshwright.trainers.planning.search import search_text
 from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import NothingFitsError, search
-from meshwright.trainers.planning.search.search_screen import SearchSpace, staged
+from meshwright.trainers.planning.search.search_screen import (
+    SearchSpace,
+    grouped,
+    staged,
+)
 from meshwright.trainers.planning.search.search_space import (
     check_unscoped,
     more_names,
@@ -58,6 +63,12 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
                 f"--{flag.name} is for pipelines, and the task has none: see "
                 "params/layers/pipeline.gin"
             )
+    groups = _counts(search_flags.GROUP_SIZES)
+    if groups and model_kind(experiment.task) is not ModelKind.EXPERTS:
+        raise ValueError(
+            "--search_group_sizes is for mixtures of experts, and the task has none: "
+            "see params/layers/moe.gin"
+        )
     space = SearchSpace(
         experiment=experiment,
         gin_files=tuple(cli.GIN_FILE.value),
@@ -75,6 +86,10 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
         microbatches=tuple(microbatches),
         more_names=more_names(experiment),
     )
+    bases = [space, *grouped(space, groups)]
+    others = bases[1:] + [
+        each for base in bases for each in staged(base, stages, repeats)
+    ]
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.
     folder = pathlib.Path(search_flags.CACHE_DIR.value or default_folder())
@@ -91,7 +106,7 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
                 budget=search_flags.BUDGET.value,
                 jobs=search_flags.JOBS.value,
                 propagated=search_flags.PROPAGATED.value,
-                others=staged(space, stages, repeats),
+                others=others,
             )
     except KeyboardInterrupt:
         print(

@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import gin
 
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
 from meshwright.framework.devices.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.search.found.finding import Progress
 from meshwright.trainers.planning.search.search_cost import rough_seconds
 from meshwright.trainers.planning.search.search_memory import MemoryBound
@@ -50,8 +54,8 @@ class SearchSpace:
       microbatches: pipelines' numbers of microbatches to choose from; empty for those
         that suit each batch.
       more_names: what recomputation may save beside what is configured.
-      as_configured: whether its stages are those of the user's files; False for those
-        of `staged`.
+      changed: what `staged`, `grouped` or `with_other_updates` bound otherwise than the
+        user's files, but for stages, in a few letters; None if nothing is.
     """
 
     experiment: Experiment
@@ -62,7 +66,7 @@ class SearchSpace:
     batches: tuple[int, ...]
     microbatches: tuple[int, ...] = ()
     more_names: tuple[str, ...] = ()
-    as_configured: bool = True
+    changed: str | None = None
 
     def candidates(self) -> list[Candidate]:
         """All candidates; of those with equal programs the first is kept.
@@ -82,7 +86,7 @@ class SearchSpace:
 
     def is_configured(self, candidate: Candidate) -> bool:
         """Whether a candidate is the user's configuration."""
-        return self.as_configured and is_configured(self.experiment, candidate)
+        return self.changed is None and is_configured(self.experiment, candidate)
 
     @property
     def stages(self) -> str:
@@ -92,6 +96,11 @@ class SearchSpace:
             for each in pipelines(self.experiment.task).values()
         }
         return ", ".join(sorted(made))
+
+    @property
+    def variant(self) -> str:
+        """Its stages and what is bound otherwise, for a table."""
+        return " ".join(filter(None, (self.stages, self.changed)))
 
     def _preference(self, candidate: Candidate) -> tuple[bool, int]:
         tables = candidate.plan.tables
@@ -134,7 +143,46 @@ def staged(
     return [each for each in made if each.stages != space.stages]
 
 
-def _with_bindings(space: SearchSpace, lines: Sequence[str]) -> Iterator[SearchSpace]:
+def grouped(space: SearchSpace, sizes: Sequence[int]) -> list[SearchSpace]:
+    """The spaces of a mixture of experts with groups of other numbers of tokens.
+
+    Tokens compete for slots within their group, so each trains another model.
+
+    Raises:
+      ConfigError: `MoE.group_size` has no effect, as another binding overrides it.
+    """
+    made = []
+    for size in sizes:
+        line = f"MoE.group_size = {size}"
+        built(space.gin_files, [*space.gin_params, line])
+        made += _with_bindings(space, [line], f"g{size}")
+    return [each for each in made if each.experiment != space.experiment]
+
+
+def with_other_updates(scored: ScoredCandidate) -> list[ScoredCandidate]:
+    """A candidate with and without automatic weight-update sharding, but as it is.
+
+    None where each matrix is split by all axes of the batch already.
+    """
+    space, candidate = scored.space, scored.candidate
+    programs = StepPrograms(candidate.of(space.experiment))
+    shardings = programs.plan_layout.shardings.theta.leaves()
+    weights = zip(programs.state_specs.theta.leaves(), shardings, strict=True)
+    data = set(programs.data_axes)
+    split = [set().union(*s.dims) for spec, s in weights if spec.is_matrix]
+    if all(data <= axes for axes in split):
+        return []
+    made = []
+    for mode in (WeightUpdateSharding.AUTO, WeightUpdateSharding.OFF):
+        if mode is not space.experiment.weight_update_sharding:
+            line = f'Experiment.weight_update_sharding = "{mode.value}"'
+            made += _with_bindings(space, [line], mode.value)
+    return [dataclasses.replace(scored, space=each, configured=False) for each in made]
+
+
+def _with_bindings(
+    space: SearchSpace, lines: Sequence[str], what: str = ""
+) -> Iterator[SearchSpace]:
     """The space with more bindings; none if nothing can be built of them."""
     params = (*space.gin_params, *lines)
     try:
@@ -143,7 +191,10 @@ def _with_bindings(space: SearchSpace, lines: Sequence[str]) -> Iterator[SearchS
         log.info("search: left out: %s: %s", "; ".join(lines), error)
         return
     yield dataclasses.replace(
-        space, experiment=experiment, gin_params=params, as_configured=False
+        space,
+        experiment=experiment,
+        gin_params=params,
+        changed=" ".join(filter(None, (space.changed, what))),
     )
 
 
@@ -314,14 +365,24 @@ def joined_spaces(parts: Sequence[Screened]) -> Screened:
     for part in parts:
         left_out.update(part.left_out)
     smallest = [part.least for part in parts if part.least is not None]
-    progress = [part.progress for part in parts if part.progress is not None]
     return Screened(
         promising=tuple(sorted(promising, key=promise)),
         left_out=dict(left_out),
         least=min(smallest, key=lambda least: least[0], default=None),
-        progress=progress[0] if progress else None,
+        progress=_joined_progress([p.progress for p in parts if p.progress]),
         dropped=tuple(dropped for part in parts for dropped in part.dropped),
         slow=tuple(scored for part in parts for scored in part.slow),
+    )
+
+
+def _joined_progress(parts: Sequence[Progress]) -> Progress | None:
+    if not parts:
+        return None
+    return Progress(
+        considered=sum(part.considered for part in parts),
+        propagated=sum(part.propagated for part in parts),
+        best=min((p.best for p in parts if p.best is not None), default=None),
+        floor=min(part.floor for part in parts),
     )
 
 

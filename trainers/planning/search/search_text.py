@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
@@ -138,8 +138,9 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     if any(row.result.device_ids for row in shown):
         yield "+ in a device order other than the trainer's"
     if any(row.promising.candidate.microbatches is not None for row in shown):
-        yield "  plan: its name, and stages x repeats of pipelines"
         yield "  batch: examples a step / microbatches of pipelines"
+    variants = {part for row in shown for part in row.promising.space.variant.split()}
+    yield from (f"  {text}" for text in _legend(variants))
     policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
     for policy in policies:
         if policy and policy.recompute is Recompute.ALL_BUT_NAMED:
@@ -161,6 +162,16 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         text = _wrapped(f"left out: {reason}", indent=7)
         yield f"{count:6} {next(text).strip()}"
         yield from text
+
+
+def _legend(variants: Collection[str]) -> Iterator[str]:
+    """What stands after the names of plans."""
+    if any(part[0].isdecimal() for part in variants):
+        yield "after a plan's name: stages x repeats of pipelines"
+    if any(part[0] == "g" for part in variants):
+        yield "gN after a plan's name: groups of N tokens for experts"
+    for mode in sorted({"auto", "off"} & set(variants)):
+        yield f"{mode} after a plan's name: with weight-update sharding {mode!r}"
 
 
 def _by_propagation(outcome: SearchResult) -> Iterator[str]:
@@ -185,16 +196,16 @@ def _by_propagation(outcome: SearchResult) -> Iterator[str]:
 
 
 def _names(scored: ScoredCandidate) -> str:
-    candidate, stages = scored.candidate, scored.space.stages
+    candidate, variant = scored.candidate, scored.space.variant
     mesh = "x".join(map(str, candidate.mesh))
     batch = str(candidate.batch)
     if candidate.microbatches is not None:
         batch += f"/{candidate.microbatches}"
-    # A long batch takes its width from the plan's name, as stages do.
+    # The plan's name gives way to a long batch, and to what is bound otherwise.
     width = _PLAN - max(0, len(batch) - 5)
-    left = width - (len(stages) + 1 if stages else 0)
+    left = width - (len(variant) + 1 if variant else 0)
     plan = textwrap.shorten(candidate.plan.name, left, placeholder="~")[:left]
-    plan = f"{plan} {stages}".strip()
+    plan = f"{plan} {variant}".strip()
     policy = "" if candidate.policy is None else str(candidate.policy)
     return f"{mesh:<8} {plan:<{width}} {policy:<10} {batch:>5}"
 

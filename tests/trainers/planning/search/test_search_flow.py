@@ -15,6 +15,9 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
 from meshwright.trainers import plan, train
 from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
 from meshwright.trainers.experiment import config
@@ -48,6 +51,8 @@ if os.environ.get("STOP") and len(open(os.environ["STARTED"]).readlines()) == 3:
 result = dict(seconds=2.0, peak=2**30, utilization=0.3, device_ids=None)
 if "ShardingPlan.mesh_shape = (4, 2)" in asked["gin_params"]:
     result |= dict(seconds=1.0, device_ids={IDS})
+if 'Experiment.weight_update_sharding = "off"' in asked["gin_params"]:
+    result["seconds"] /= 2
 if "ShardingPlan.mesh_shape = (8, 1)" in asked["gin_params"]:
     result = dict(refusal="by 1 GiB", too_large=True, device_ids=None)
 (folder / "result.json").write_text(json.dumps(result))
@@ -103,6 +108,18 @@ def test_from_a_search_to_training(tmp_path, compiler, capsys, caplog):
     assert re.search("compiling: 6 of 6, .*, best 125 ms/example", caplog.text)
     assert built([str(winner)], []).plan.mesh.device_ids == IDS
     check_trains(winner, tmp_path / "model")
+
+
+def test_the_fastest_is_compiled_without_sharded_updates_too(
+    tmp_path, compiler, capsys
+):
+    assert run(tmp_path, search_plans="plans/data_2d.gin") is None
+    assert sum("weight_update_sharding" in text for text in compiler()) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[7:9] == ["data_2d", "off"]
+    assert "  off after a plan's name: with weight-update sharding 'off'" in lines
+    winner = built([str(tmp_path / "made" / "winner.gin")], [])
+    assert winner.weight_update_sharding is WeightUpdateSharding.OFF
 
 
 def check_trains(winner, folder):

@@ -202,7 +202,7 @@ def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
     assert built([str(path)], []) == best.of(small.experiment)
     lines = search_text.table(small, changed).splitlines()
     assert lines[1].split()[-4:] == ["pipeline", "2", "everything", "16/2"]
-    assert "  plan: its name, and stages x repeats of pipelines" in lines
+    assert "  after a plan's name: stages x repeats of pipelines" in lines
     assert "  batch: examples a step / microbatches of pipelines" in lines
     assert all(len(line) <= 80 for line in lines)
 

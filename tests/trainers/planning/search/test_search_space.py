@@ -5,8 +5,12 @@ import math
 
 import pytest
 
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.modeling.recompute import Recompute
+from meshwright.trainers.experiment.config import ConfigError
 from meshwright.trainers.planning.search import search_screen
 from meshwright.trainers.planning.search.search_memory import MemoryBound
 from meshwright.trainers.planning.search.search_space import (
@@ -14,6 +18,7 @@ from meshwright.trainers.planning.search.search_space import (
     Policy,
     built,
     candidates,
+    configured,
     factorizations,
     is_configured,
     misfit,
@@ -28,6 +33,7 @@ from tests.trainers.planning.search.search_cases import (
     NOTHING,
     PLANS,
     candidate,
+    promising,
     space,
 )
 from tests.trainers.small_run import GIN_FILES
@@ -210,3 +216,34 @@ def test_candidates_come_with_each_batch(small):
         candidates(small.experiment, small.plans[:1], devices=8, batches=(8, 16))
     )
     assert {c.batch for c in ones} == {8, 16} and len(ones) == 4 * 5 * 2
+
+
+def test_weight_updates_are_tried_otherwise_where_a_matrix_is_not_split_by_data(small):
+    """Attempt 2 splits all by the batch's axis; data parallelism nothing."""
+    plans = ("plans/attempt2.gin", "plans/data_2d.gin")
+    where = space(*NAMED, plans=plans)
+    split, data = (
+        promising(where, plan=name, mesh=(2, 4)) for name in ("attempt2", "data_2d")
+    )
+    assert search_screen.with_other_updates(split) == []
+    (other,) = search_screen.with_other_updates(data)
+    assert other.candidate == data.candidate and other.space.variant == "off"
+    made = other.space.experiment
+    assert built(other.space.gin_files, other.space.gin_params) == made
+    assert made.weight_update_sharding is WeightUpdateSharding.OFF
+
+
+def test_groups_of_experts_are_spaces_of_their_own():
+    gin_files = ("lm/stdlib_experts.gin",)
+    experiment = built(gin_files, ())
+    where = dataclasses.replace(
+        space(), experiment=experiment, gin_files=gin_files, gin_params=()
+    )
+    size = experiment.task.stack.body.layers[1].feed_forward.group_size
+    (other,) = search_screen.grouped(where, [size, 32])
+    assert other.variant == "g32" and not other.is_configured(configured(experiment))
+    layer = other.experiment.task.stack.body.layers[1].feed_forward
+    assert layer.group_size == 32
+    scoped = dataclasses.replace(where, gin_params=("experts/MoE.group_size = 64",))
+    with pytest.raises(ConfigError, match=r"never took effect:\n  MoE.group_size = 32"):
+        search_screen.grouped(scoped, [32])

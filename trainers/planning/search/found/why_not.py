@@ -84,8 +84,8 @@ def _slower(scored: ScoredCandidate, more: float, how: str) -> str:
 
 
 def _at(scored: ScoredCandidate | Dropped) -> str:
-    candidate, stages = scored.candidate, scored.space.stages
+    candidate, variant = scored.candidate, scored.space.variant
     mesh = "x".join(map(str, candidate.mesh))
     policy = "" if candidate.policy is None else f", recompute {candidate.policy}"
-    pipelined = f", {stages} stages" if stages else ""
-    return f"{mesh}{pipelined}{policy}, batch {candidate.batch}"
+    with_variant = f" {variant}" if variant else ""
+    return f"{mesh}{with_variant}{policy}, batch {candidate.batch}"
