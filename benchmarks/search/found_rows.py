@@ -32,7 +32,7 @@ from meshwright.trainers.planning.search.found.found_plans import (
 from meshwright.trainers.planning.search.found.joined import kept_finder
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import Compile
-from meshwright.trainers.planning.search.search_screen import SearchSpace, staged
+from meshwright.trainers.planning.search.search_screen import SearchSpace
 from meshwright.trainers.planning.search.search_space import (
     AS_CONFIGURED,
     Candidate,
@@ -41,6 +41,7 @@ from meshwright.trainers.planning.search.search_space import (
     misfit,
     more_names,
 )
+from meshwright.trainers.planning.search.search_variants import staged
 
 KEPT = pathlib.Path(__file__).parents[2] / "tests" / "data" / "found_rows.json"
 SLICES = {
@@ -99,7 +100,9 @@ def compiled(space: SearchSpace, candidate: Candidate, cache: PlanCache) -> dict
 def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, Any]:
     """Searches for a row's plan; without a pipeline where the paper has one."""
     papers_space, begun = space_of(row), _cpu()
-    (space,) = staged(papers_space, stages=(1,)) or [papers_space]
+    space = papers_space
+    if papers_space.stages:
+        (space,) = staged(papers_space, stages=(1,), repeats=(1,))
     clock = time.monotonic()
     # What was propagated is kept before anything is compiled.
     with kept_finder(space, cache) as finder:

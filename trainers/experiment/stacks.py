@@ -82,6 +82,11 @@ def model_kind(task: Any) -> ModelKind | None:
     return kind
 
 
+def has_experts(task: Any) -> bool:
+    """Whether a task has a mixture of experts."""
+    return any(isinstance(part, MoE) for part in _parts(task))
+
+
 def _parts(task: Any) -> Iterator[Any]:
     """A task or layer, and all inside it."""
     if isinstance(task, (list, tuple)):

@@ -7,8 +7,8 @@ from absl import flags
 SEARCH = flags.DEFINE_bool(
     "search",
     False,
-    "Search for the plan, mesh shape, recomputation and microbatches that train "
-    "fastest on --topology, and write them as a gin file.",
+    "Search for the plan, mesh shape, recomputation, and pipeline's stages and "
+    "microbatches that train fastest on --topology, and write them as a gin file.",
 )
 PLANS = flags.DEFINE_list(
     "search_plans",
@@ -29,7 +29,8 @@ STAGES = flags.DEFINE_list(
     "search_stages",
     [],
     "Numbers of stages for pipelines to choose from, beside the configured; 1: no "
-    "pipeline. Default: 1 and the powers of two that divide the layers.",
+    "pipeline. Default: 1 and powers of two that divide the layers, up to the number "
+    "of devices.",
 )
 REPEATS = flags.DEFINE_list(
     "search_repeats",

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment import config
@@ -38,10 +39,12 @@ from meshwright.trainers.planning.search.search_screen import (
     joined_spaces,
     promise,
     screen,
-    with_other_updates,
 )
 from meshwright.trainers.planning.search.search_space import Candidate, built
+from meshwright.trainers.planning.search.search_variants import with_other_updates
 from meshwright.trainers.startup.messages import progress_bar
+
+log = logging.getLogger("absl")
 
 _LOG = "log.txt"
 
@@ -79,17 +82,19 @@ class SearchResult:
       ranked: candidates whose programs fit, best first.
       refused: compiled candidates without such a program.
       screened: the result of screening.
+      candidates: how many there were of plan files.
     """
 
     ranked: tuple[RankedCandidate, ...]
     refused: tuple[RankedCandidate, ...]
     screened: Screened
+    candidates: int
 
     @property
     def not_compiled(self) -> int:
         """Promising candidates for which the budget did not last."""
-        compiled = len(self.ranked) + len(self.refused)  # Slow ones perhaps too.
-        return max(0, len(self.screened.promising) - compiled)
+        compiled = {id(row.promising) for row in (*self.ranked, *self.refused)}
+        return sum(id(each) not in compiled for each in self.screened.promising)
 
 
 def search(
@@ -113,8 +118,7 @@ def search(
       jobs: how many are compiled at once.
       propagated: how many plans that no file has are propagated at most; 0: those of
         the space's files alone.
-      others: spaces of the same model with other stages or groups, see `staged` and
-        `grouped`.
+      others: variants of the space, with other stages or groups of experts.
 
     Raises:
       NothingFitsError: no candidate fits; the message says what the smallest needs.
@@ -123,22 +127,27 @@ def search(
     spaces = (space, *others)
     total = sum(len(each.candidates()) for each in spaces)
     with progress_bar(total, "memory bounds") as bar:
-        parts = [screen(each, bar.update) for each in spaces]
-    if propagated:  # Pipelines have the plans of files alone.
-        share = math.ceil(propagated / max(1, sum(not each.stages for each in spaces)))
         parts = [
-            part if each.stages else with_found(each, part, cache, share)
-            for each, part in zip(spaces, parts, strict=True)
+            (each, part) for each in spaces if (part := _screened(each, bar.update))
         ]
-    screened = joined_spaces(parts)
+    # Pipelines have the plans of files alone.
+    plain = sum(not each.stages for each, _ in parts)
+    screened = joined_spaces(
+        [
+            with_found(each, part, cache, math.ceil(propagated / plain))
+            if propagated and not each.stages
+            else part
+            for each, part in parts
+        ]
+    )
     if not screened.promising:
         raise _no_candidate(space, screened)
     rows = list(_compiled(screened.promising, cache, budget, jobs))
     if screened.slow and all(row.result.refusal is not None for row in rows):
         left = budget - len(rows)
         rows += _compiled(screened.slow, cache, left, jobs)
-    if fit := [row for row in rows if row.result.refusal is None]:
-        other = with_other_updates(min(fit, key=_rank).promising)
+    fit = [row for row in rows if row.result.refusal is None]
+    if fit and (other := with_other_updates(min(fit, key=_rank).promising)):
         rows += _compiled(other, cache, len(other), jobs)
     ranked = [row for row in rows if row.result.refusal is None]
     refused = [row for row in rows if row.result.refusal is not None]
@@ -148,7 +157,20 @@ def search(
         ranked=tuple(sorted(ranked, key=_rank)),
         refused=tuple(refused),
         screened=screened,
+        candidates=total,
     )
+
+
+def _screened(space: SearchSpace, tell: Callable[[], object]) -> Screened | None:
+    """What was screened of a space; None, and a warning, for a variant that is none."""
+    try:
+        return screen(space, tell)
+    except ValueError as error:
+        if not space.changes:
+            raise
+        reason = " ".join(str(error).split())
+        log.warning("search: left out: %s: %s", "; ".join(space.changes), reason)
+        return None
 
 
 def _rank(row: RankedCandidate) -> tuple[float, int]:
@@ -170,7 +192,9 @@ def _compiled(
     however long each takes.
     """
     waiting, running = list(promising), collections.deque()
-    refused_bound, best, started = float("inf"), float("inf"), 0
+    # Bounds of propagated candidates, which are estimates, compare among themselves.
+    refused_bounds = {True: float("inf"), False: float("inf")}
+    best, started = float("inf"), 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
             progress_bar(min(budget, len(waiting)), "compiling", smoothing=0)
@@ -181,7 +205,8 @@ def _compiled(
                 scored = min(
                     waiting,
                     key=lambda scored: (
-                        scored.bound >= refused_bound and not scored.configured,
+                        scored.bound >= refused_bounds[scored.propagated]
+                        and not scored.configured,
                         promise(scored),
                     ),
                 )
@@ -199,7 +224,8 @@ def _compiled(
             bar.initial += compile_.was_cached
             row = RankedCandidate(promising=scored, result=result)
             if result.too_large:
-                refused_bound = min(refused_bound, scored.bound)
+                bound = refused_bounds[scored.propagated]
+                refused_bounds[scored.propagated] = min(bound, scored.bound)
             elif result.refusal is None:
                 best = min(best, row.seconds_per_example)
                 bar.set_postfix_str(f"best {1e3 * best:.4g} ms/example", refresh=False)
@@ -221,7 +247,8 @@ class Compile:
 
     def __init__(self, space: SearchSpace, candidate: Candidate, cache: PlanCache):
         self._cache, self.was_cached = cache, False
-        params = [*space.gin_params, *candidate.bindings()]
+        # A variant's bindings are the last, as a plan's file may bind the same.
+        params = [*space.gin_params, *candidate.bindings(), *space.changes]
         try:
             built(space.gin_files, params)
         except ValueError as error:
@@ -301,10 +328,10 @@ def _no_candidate(space: SearchSpace, screened: Screened) -> ValueError:
             "batches (--search_batch), microbatches (--search_microbatches) or plans "
             f"(--search_plans); left out:{counts}"
         )
-    bytes_, candidate = screened.least
+    bound, smallest = screened.least.bound, screened.least.text
     return NothingFitsError(
-        f"no candidate fits TPU topology {name!r}: the smallest, {candidate}, needs at "
-        f"least {bytes_text(bytes_)} a device, {bytes_text(bytes_ - limit)} "
+        f"no candidate fits TPU topology {name!r}: the smallest, {smallest}, needs at "
+        f"least {bytes_text(bound)} a device, {bytes_text(bound - limit)} "
         f"more than there is; choose a larger topology or a smaller batch "
         f"(--search_batch):{counts}"
     )
@@ -322,7 +349,7 @@ def _all_refused(
     )
     return (
         f"no candidate fits: all {len(refused)} that were compiled were refused. The "
-        f"smallest, {least.promising.candidate}, needs at least "
+        f"smallest, {least.promising.text}, needs at least "
         f"{bytes_text(least.promising.bound)} a device, and was refused as "
         f"{least.result.refusal}{more}"
     )

@@ -10,27 +10,23 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from meshwright.framework.compiler.hlo.step_errors import ModelKind
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices import topology as topologies
 from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.stacks import model_kind, pipelines
+from meshwright.trainers.experiment.stacks import has_experts, pipelines
 from meshwright.trainers.planning.search import search_text
 from meshwright.trainers.planning.search.found.why_not import why_not
 from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning.search.search import NothingFitsError, search
-from meshwright.trainers.planning.search.search_screen import (
-    SearchSpace,
-    grouped,
-    staged,
-)
+from meshwright.trainers.planning.search.search_screen import SearchSpace
 from meshwright.trainers.planning.search.search_space import (
     check_unscoped,
     more_names,
     named_plans,
 )
+from meshwright.trainers.planning.search.search_variants import grouped, staged
 from meshwright.trainers.startup import files, plan_flags, search_flags
 
 
@@ -43,8 +39,9 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
 
     Raises:
       ValueError: there is no such TPU topology, a batch is no number, there are no
-        pipelines for microbatches, the user's files bind for a scope what is searched,
-        the file to write exists already or is a folder, or no candidate fits.
+        pipelines or experts for what a flag chooses, the user's files bind for a scope
+        what is searched, the file to write exists already or is a folder, or no
+        candidate fits.
       ConfigError: a plan does not exist.
       ImportError: libtpu is not installed.
     """
@@ -64,7 +61,7 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
                 "params/layers/pipeline.gin"
             )
     groups = _counts(search_flags.GROUP_SIZES)
-    if groups and model_kind(experiment.task) is not ModelKind.EXPERTS:
+    if groups and not has_experts(experiment.task):
         raise ValueError(
             "--search_group_sizes is for mixtures of experts, and the task has none: "
             "see params/layers/moe.gin"
@@ -115,10 +112,10 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
             file=sys.stderr,
         )
         raise
+    output.write_text(search_text.winner(space, result))
     print(search_text.table(space, result))
     if lines := search_text.reasons(why_not(space, result)):
         print(lines)
-    output.write_text(search_text.winner(space, result))
     flags_needed = search_text.import_flags()
     print(f"wrote {output}: meshwright-train{flags_needed} --gin_file={output}")
 

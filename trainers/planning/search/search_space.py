@@ -36,7 +36,7 @@ _BOUND = re.compile(
     r"^((?:[\w.]+/)+)((?:\w+\.)*(?:"
     r"ShardingPlan\.(?:mesh_shape|mesh_axes|weights|activations|device_ids)|"
     r"Repeat\.(?:recompute|saved_names)|"
-    r"Pipeline\.(?:num_microbatches|num_stages|num_repeats)|Experiment\.global_batch))\s*=",
+    r"Pipeline\.num_microbatches|Experiment\.global_batch))\s*=",
     re.MULTILINE,
 )
 AS_CONFIGURED = "as configured"

@@ -22,6 +22,8 @@ from meshwright.trainers.planning.search.search_space import portable
 _WIDTH = 80
 _BEST = 10
 _PLAN = 13
+_LEAST_PLAN = 4
+_INDENT = 50
 _REASON = 150
 _VERSIONS = ("jax", "libtpu", "tensorflow")
 
@@ -37,7 +39,7 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
     comment = [
         f"Found by meshwright-plan --search for TPU topology {space.torus.name}: "
         f"{_estimate(best, space)}.",
-        f"Searched: {_candidates(outcome)} candidates of plans "
+        f"Searched: {outcome.candidates} candidates of plans "
         f"{', '.join(plan.name for plan in space.plans)}; batches "
         f"{', '.join(map(str, space.batches))};{_found(outcome)} "
         f"{len(outcome.screened.promising)} could fit, "
@@ -52,9 +54,10 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         table = table_text(best.promising.candidate.plan.tables)
         lines += ["#", *(f"#   {line}" for line in table)]
     lines += ["", *(f"include '{portable(file)}'" for file in space.gin_files)]
-    params = best.promising.space.gin_params
-    lines += ["", *params] if params else []
+    lines += ["", *space.gin_params] if space.gin_params else []
     lines += ["", *best.bindings()]
+    if changes := list(_changes(best.promising.space)):
+        lines += ["", *changes]
     return "\n".join(lines) + "\n"
 
 
@@ -90,10 +93,14 @@ def _found(outcome: SearchResult) -> str:
     )
 
 
-def _candidates(outcome: SearchResult) -> int:
-    screened = outcome.screened
-    of_files = (s for s in screened.promising if not s.candidate.plan.is_found)
-    return len(screened.dropped) + sum(1 for _ in of_files)
+def _changes(space: SearchSpace) -> Iterator[str]:
+    """What a variant changes of the user's configuration, and what comes of it."""
+    if any("stack" in line or "Pipeline" in line for line in space.changes):
+        yield "# Weights have the shapes of these stages: a checkpoint of others is for"
+        yield "# Experiment.initialize_from."
+    if any("group_size" in line for line in space.changes):
+        yield "# Other tokens compete for slots than with the configured groups."
+    yield from space.changes
 
 
 def _utilization(result: Result) -> str:
@@ -139,7 +146,11 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         yield "+ in a device order other than the trainer's"
     if any(row.promising.candidate.microbatches is not None for row in shown):
         yield "  batch: examples a step / microbatches of pipelines"
-    variants = {part for row in shown for part in row.promising.space.variant.split()}
+    variants = {
+        part
+        for row in (*shown, *outcome.refused)
+        for part in row.promising.space.variant.split()
+    }
     yield from (f"  {text}" for text in _legend(variants))
     policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
     for policy in policies:
@@ -179,19 +190,28 @@ def _by_propagation(outcome: SearchResult) -> Iterator[str]:
     progress = outcome.screened.progress
     if progress is None:
         return
-    considered = f"{progress.considered} plans by names were considered"
+    names = "plans by names"
+    if any(scored.space.stages for scored in outcome.screened.promising):
+        names += ", without a pipeline,"
+    considered = f"{progress.considered} {names} were considered"
     if progress.best is None:
         yield from _wrapped(
             f"{considered}, and of {progress.propagated} propagated none seems to fit"
         )
         return
-    compiled = 1e3 * outcome.ranked[0].seconds_per_example
+    by_that = (row for row in outcome.ranked if row.promising.propagated)
+    first = next(by_that, None)
+    compiled = ""
+    if first is not None:
+        compiled = (
+            f", where the {1e3 * first.seconds_per_example:.4g} of the fastest above "
+            "are of a compiled program"
+        )
     yield from _wrapped(
         f"{considered}, {progress.propagated} propagated: the fastest "
-        f"{1e3 * progress.best:.4g} ms/example by that, where the first line's "
-        f"{compiled:.4g} are of a compiled program, and none takes less than "
-        f"{1e3 * progress.floor:.4g}. Propagation's times are for models whose time is "
-        "in products and large collectives; of others they only rank."
+        f"{1e3 * progress.best:.4g} ms/example by that{compiled}, and none takes less "
+        f"than {1e3 * progress.floor:.4g}. Propagation's times are for models whose "
+        "time is in products and large collectives; of others they only rank."
     )
 
 
@@ -201,13 +221,18 @@ def _names(scored: ScoredCandidate) -> str:
     batch = str(candidate.batch)
     if candidate.microbatches is not None:
         batch += f"/{candidate.microbatches}"
-    # The plan's name gives way to a long batch, and to what is bound otherwise.
-    width = _PLAN - max(0, len(batch) - 5)
-    left = width - (len(variant) + 1 if variant else 0)
-    plan = textwrap.shorten(candidate.plan.name, left, placeholder="~")[:left]
-    plan = f"{plan} {variant}".strip()
     policy = "" if candidate.policy is None else str(candidate.policy)
-    return f"{mesh:<8} {plan:<{width}} {policy:<10} {batch:>5}"
+    # The plan's name gives way to a long batch, and to its stages and the like.
+    width = max(_LEAST_PLAN, _PLAN - max(0, len(batch) - 5))
+    left = width - len(variant) - 1 if variant else width
+    below = left < _LEAST_PLAN
+    plan = candidate.plan.name
+    if len(plan) > (left := width if below else left):
+        plan = f"{plan[: left - 1]}~"
+    if not below:
+        plan = f"{plan} {variant}".strip()
+    row = f"{mesh:<8} {plan:<{width}} {policy:<10} {batch:>5}"
+    return f"{row}\n{'':{_INDENT}}{variant}" if below else row
 
 
 def _most_first(item: tuple[str, int]) -> tuple[int, str]:

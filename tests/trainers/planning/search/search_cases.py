@@ -80,6 +80,7 @@ def searched(where):
     )
     left = promising(where, mesh=(2, 4))
     return SearchResult(
+        candidates=60,
         ranked=tuple(rows),
         refused=(lost,),
         screened=Screened(
@@ -88,6 +89,5 @@ def searched(where):
                 search_screen.TOO_LARGE: 3,
                 "more shards than there are 'heads'": 15,
             },
-            least=None,
         ),
     )

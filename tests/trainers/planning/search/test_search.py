@@ -61,7 +61,7 @@ class _Answer:
 
 
 def compiled(where, ones, *, budget=9, jobs=1):
-    return list(search._compiled(where, ones, None, budget, jobs))
+    return list(search._compiled(ones, None, budget, jobs))
 
 
 def test_what_seems_fast_is_compiled_first_within_the_budget(small, monkeypatch):
@@ -86,6 +86,20 @@ def test_what_needs_more_than_something_refused_waits(small, monkeypatch, jobs, 
     compiled(small, ones, jobs=jobs)
     assert answers.order == order
     answers = Answers(monkeypatch, {8: Result(refusal="an op it does not know")})
+    compiled(small, ones)
+    assert answers.order == [8, 16, 32]
+
+
+def test_bounds_by_propagation_do_not_wait_for_others(small, monkeypatch):
+    """They are estimates, and bounds of files are from below."""
+    answers = Answers(monkeypatch, {8: Result(refusal="large", too_large=True)})
+    ones = [
+        promising(small, mesh=(4, 2), batch=8, seconds=8.0, bound=5e9),
+        promising(
+            small, mesh=(4, 2), batch=16, seconds=16.1, bound=6e9, propagated=True
+        ),
+        promising(small, mesh=(4, 2), batch=32, seconds=32.5, bound=4e9),
+    ]
     compiled(small, ones)
     assert answers.order == [8, 16, 32]
 
@@ -202,6 +216,23 @@ def test_the_table_fits_a_terminal(small):
         *("why not dense: ", "    much by muc", "why not data: a")
     ]
     assert all(len(line) <= 80 for line in lines.splitlines())
+
+
+@pytest.mark.parametrize("changed", ["off", "g256", "g256 auto"])
+@pytest.mark.parametrize("batch", [8, 4096])
+def test_a_variant_fits_a_terminal(small, changed, batch):
+    found = searched(small)
+    other = dataclasses.replace(small, changes=("a = 1",), changed=changed)
+    row = dataclasses.replace(
+        found.ranked[0],
+        promising=promising(other, plan="finalized", batch=batch),
+    )
+    text = search_text.table(small, dataclasses.replace(found, ranked=(row,)))
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    shown = " ".join(lines[1:3])
+    assert changed in shown and " fina" in shown and str(batch) in shown
+    assert ("gN after a plan's name" in text) == ("g" in changed)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_plans_that_nobody_wrote_are_compiled(tmp_path, compiler, capsys):
 def test_what_is_slow_is_compiled_if_nothing_else_fits(tmp_path, compiler, monkeypatch):
     where = space(plans=["plans/finalized.gin"])
     large, slow = (promising(where, mesh=mesh) for mesh in ((8, 1), (4, 2)))
-    screened = Screened(promising=(large,), left_out={}, least=None, slow=(slow,))
+    screened = Screened(promising=(large,), left_out={}, slow=(slow,))
     monkeypatch.setattr(search, "with_found", lambda *_: screened)
     cache = PlanCache(folder=tmp_path)
     options = {"cache": cache, "jobs": 1, "propagated": 1}

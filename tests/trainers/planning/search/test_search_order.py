@@ -15,7 +15,7 @@ from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.tasks.task import Task
-from meshwright.trainers.planning.search import search_order, search_text
+from meshwright.trainers.planning.search import search_text, search_worker
 from meshwright.trainers.planning.search.search_cost import bytes_passed, rough_seconds
 from meshwright.trainers.planning.search.search_space import built, factorizations
 from tests.trainers.planning.search.search_cases import (
@@ -103,7 +103,7 @@ def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
         def step_time(module, mesh, order):
             return SimpleNamespace(seconds=x * order.loads[0] + y * order.loads[1])
 
-        monkeypatch.setattr(search_order, "step_time", step_time)
+        monkeypatch.setattr(search_worker, "step_time", step_time)
         report = SimpleNamespace(
             experiment=experiment,
             pod=torus,
@@ -111,7 +111,7 @@ def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
             module=None,
             step_seconds=step_time(None, mesh, default).seconds,
         )
-        return search_order.fastest(report)
+        return search_worker.fastest(report)
 
     assert fastest_order(1, 0) == (2, other)
     assert fastest_order(1, 1) == (4, default)

@@ -6,7 +6,11 @@ import pytest
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.planning.search import search_screen, search_text
+from meshwright.trainers.planning.search import (
+    search_screen,
+    search_text,
+    search_variants,
+)
 from meshwright.trainers.planning.search.search_cost import bytes_passed, rough_seconds
 from meshwright.trainers.planning.search.search_memory import MemoryBound
 from meshwright.trainers.planning.search.search_space import (
@@ -219,18 +223,18 @@ def test_screening_keeps_what_can_be_laid_out():
 @pytest.fixture(scope="module")
 def others(small):
     """By their stages."""
-    return {each.stages: each for each in search_screen.staged(small)}
+    return {each.stages: each for each in search_variants.staged(small)}
 
 
 def test_other_stages_and_none_are_spaces_of_their_own(small, others):
     assert small.stages == "2" and list(others) == ["", "2x2", "4"]
     for each in others.values():
-        assert built(each.gin_files, each.gin_params) == each.experiment
+        assert built(each.gin_files, each.bindings) == each.experiment
     assert others[""].experiment.task.stack == small.experiment.task.stack.stack
     circular = others["2x2"].experiment.task.stack
     assert (circular.num_stages, circular.num_repeats) == (2, 2)
-    assert search_screen.staged(space()) == []
-    (chosen,) = search_screen.staged(small, stages=(2, 4), repeats=(1,))
+    assert search_variants.staged(space()) == []
+    (chosen,) = search_variants.staged(small, stages=(2, 4), repeats=(1,))
     assert chosen.stages == "4"
 
 
@@ -239,6 +243,13 @@ def test_other_stages_and_none_are_spaces_of_their_own(small, others):
     [
         # gin looks up a parameter in a scope and then around it.
         (("LanguageModel.stack = @deep/Pipeline()",), ["", "4"]),
+        (
+            (
+                "LanguageModel.stack = @deep/Pipeline()",
+                "deep/Repeat.recompute = %Recompute.NOTHING",
+            ),
+            ["", "4"],
+        ),
         # No single binding puts the stack in its place.
         (
             (
@@ -250,16 +261,40 @@ def test_other_stages_and_none_are_spaces_of_their_own(small, others):
     ],
 )
 def test_a_pipeline_of_a_scope(params, stages):
-    made = search_screen.staged(pipelined_space(*params), repeats=(1,))
+    made = search_variants.staged(pipelined_space(*params), repeats=(1,))
     assert [each.stages for each in made] == stages
 
 
 def test_stages_of_which_nothing_can_be_built_are_left_out(caplog):
-    caplog.set_level("INFO", logger="absl")
+    caplog.set_level("WARNING", logger="absl")
     deep = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.num_stages = 2")
     where = pipelined_space(*deep)
-    assert search_screen.staged(where, stages=(4,), repeats=(1,)) == []
+    assert search_variants.staged(where, stages=(4,), repeats=(1,)) == []
     assert "left out: Pipeline.num_stages = 4; Pipeline.num_repeats = 1" in caplog.text
+
+
+def test_stages_that_are_named_need_not_divide_the_layers(small):
+    made = search_variants.staged(small, stages=(3,), repeats=(1,))
+    assert [each.stages for each in made] == ["3"]
+
+
+def test_a_plan_file_does_not_undo_a_variant(small, others, tmp_path):
+    """Such as the winner of an earlier search, which includes what it is based on."""
+    path = tmp_path / "mine.gin"
+    path.write_text("include 'plans/pipeline.gin'\nPipeline.num_stages = 2\n")
+    plan = dataclasses.replace(small.plans[0], gin_file=str(path))
+    four = others["4"]
+    case = dataclasses.replace(candidate(four, mesh=(4, 2, 1)), plan=plan)
+    row = dataclasses.replace(
+        searched(space()).ranked[0],
+        promising=dataclasses.replace(
+            search_screen.screen(four).promising[0], candidate=case
+        ),
+    )
+    changed = dataclasses.replace(searched(space()), ranked=(row,), refused=())
+    winner = tmp_path / "winner.gin"
+    winner.write_text(search_text.winner(small, changed))
+    assert built([str(winner)], []) == case.of(four.experiment)
 
 
 def test_an_encoder_and_a_decoder_have_the_same_stages():
@@ -269,7 +304,7 @@ def test_an_encoder_and_a_decoder_have_the_same_stages():
         space(), experiment=experiment, gin_files=gin_files, gin_params=()
     )
     task = experiment.task
-    plain, *deeper = search_screen.staged(where, stages=(1, 4), repeats=(1,))
+    plain, *deeper = search_variants.staged(where, stages=(1, 4), repeats=(1,))
     assert plain.experiment.task.encoder == task.encoder.stack
     assert plain.experiment.task.decoder == task.decoder.stack
     assert [each.stages for each in deeper] == ["4"]
@@ -350,11 +385,6 @@ SCOPED = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.stack = @Repe
         ),
         ([], {"search_microbatches": "0"}, "--search_microbatches=0: must be whole"),
         ([], {"search_stages": "two"}, "--search_stages=two: must be whole numbers"),
-        (
-            [*SCOPED, "deep/Pipeline.num_stages = 2"],
-            {},
-            "deep/Pipeline.num_stages is bound for a scope",
-        ),
         ([], ONE | {"search_batch": "9"}, "choose other batches (--search_batch)"),
         (
             [],

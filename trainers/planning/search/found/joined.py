@@ -101,7 +101,7 @@ def kept_finder(space: SearchSpace, cache: PlanCache) -> Iterator[PlanFinder]:
 
 
 def _key(space: SearchSpace) -> dict[str, str]:
-    built(space.gin_files, space.gin_params)
+    built(space.gin_files, space.bindings)
     made = [str(_choice(candidate)) for candidate in choices(space)]
     parts = plan_cache.key_parts(config.operative_text(), space.torus.name)
     return {**parts, "propagated": json.dumps(made)}

@@ -44,7 +44,10 @@ def _reason(
     timed = [s for s in (*screened.promising, *screened.slow) if mine(s.candidate)]
     if timed:
         best = min(timed, key=lambda s: (not s.propagated, _seconds(s)))
-        if not (best.propagated and winner.promising.propagated):
+        if best.propagated and not winner.promising.propagated:
+            each = f"{1e3 * _seconds(best):.4g} ms an example by propagation"
+            return f"was not compiled at {_at(best)}; {each}"
+        if not best.propagated:
             return f"was not compiled at {_at(best)}, nor propagated"
         more = _seconds(best) / _seconds(winner.promising) - 1
         return _slower(best, more, "by propagation")

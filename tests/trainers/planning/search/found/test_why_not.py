@@ -75,17 +75,43 @@ def test_each_plan_of_a_file_is_answered_for(where, dropped, line):
 
 
 @pytest.mark.parametrize(
-    "propagated, line",
+    "seconds, propagated, of_winner, line",
     [
-        (True, "attempt1: 50.0% slower at 2x4, recompute everything, batch 8, by prop"),
-        (False, "attempt1: was not compiled at 2x4, recompute everything, batch 8, no"),
+        (
+            1.5,
+            True,
+            True,
+            "50.0% slower at 2x4, recompute everything, batch 8, by",
+        ),
+        (
+            3.0,
+            True,
+            True,
+            "takes 3.0 times as long at 2x4, recompute everything,",
+        ),
+        (
+            1.5,
+            False,
+            True,
+            "was not compiled at 2x4, recompute everything, batch 8,",
+        ),
+        (
+            1.5,
+            True,
+            False,
+            "was not compiled at 2x4, recompute everything, batch 8; 187.5 ms an "
+            "example by propagation",
+        ),
     ],
 )
-def test_what_was_not_compiled_is_compared_by_propagation(where, propagated, line):
-    slow = promising(where, plan="attempt1", seconds=1.5, propagated=propagated)
+def test_what_was_not_compiled_is_compared_by_propagation(
+    where, seconds, propagated, of_winner, line
+):
+    line = f"attempt1: {line}"
+    slow = promising(where, plan="attempt1", seconds=seconds, propagated=propagated)
     outcome = with_screened(where, slow=(slow,))
     winner = outcome.ranked[0]
-    priced = dataclasses.replace(winner.promising, propagated=True)
+    priced = dataclasses.replace(winner.promising, propagated=of_winner)
     ranked = (dataclasses.replace(winner, promising=priced), *outcome.ranked[1:])
     first, *_ = why_not(where, dataclasses.replace(outcome, ranked=ranked))
     assert first.startswith(line)
