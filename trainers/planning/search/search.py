@@ -2,7 +2,7 @@
 
     plan files -> memory bound --------v
     names of dims -> bounds -> propagation -> compile, in processes -> rank
-                     (10^5)    (10^3)         (16, cached by content)
+                     (10^5)    (10^3)         (15, cached by content)
 
 The compiled programs are those that the trainer would run, so the ranking rests on the
 same estimates as a plan of one configuration. Each counts in its best device order.
