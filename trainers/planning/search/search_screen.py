@@ -128,7 +128,8 @@ class ScoredCandidate(_OfSpace):
       seconds: a rough guess of its step time, for the order of compiling.
       configured: whether it is the user's configuration.
       propagated: whether it was propagated, and both are from there.
-      turn: how many are more promising, of those with a pipeline or of those without.
+      turn: how many are compiled before it, of those with a pipeline or of those
+        without.
     """
 
     bound: float

@@ -12,6 +12,10 @@ from meshwright.trainers.planning.search.found.finding import Finder, Found, Poi
 # Costs that differ by less, and plans that differ in less of what is in memory.
 _NEAR = 0.004
 _SMALL = 0.02
+# The mean error of propagation's times, see docs/reference/planning.md.
+_ERROR = 0.034
+# Plans among which kinds are looked for, over those that are wanted.
+_LOOKED_AT = 4
 
 
 def plainest(finder: Finder, found: Found) -> Found:
@@ -27,21 +31,33 @@ def plainest(finder: Finder, found: Found) -> Found:
 
 
 def distinct(finder: Finder, most: int) -> list[Found]:
-    """The best that was propagated, best first; of plans that are alike one.
+    """The best that was propagated; of plans that are alike one.
 
     Alike are plans of the same cost that split alike what fills the memory, or whose
     mesh axes of one size change places. What costs the same and splits large tensors
-    otherwise is no other program to propagation, but may be one to the compiler.
+    otherwise is no other program to propagation, but may be one to the compiler: among
+    those that its error does not tell from the best, one of each such kind comes first.
     """
     shares = [_shares(finder, step) for step in range(len(finder.steps))]
     kept: list[Found] = []
     for found in finder.ranked():
-        if len(kept) == most:
+        if len(kept) == _LOOKED_AT * most:
             break
         mine = shares[found.point.step]
-        if not any(_is_alike(finder, mine, found, other) for other in kept):
+        same_step = (one for one in kept if one.point.step == found.point.step)
+        if not any(
+            _costs_alike(finder, found, other) and _splits_alike(mine, found, other)
+            for other in same_step
+        ):
             kept.append(found)
-    return kept
+    first: list[Found] = []
+    for found in kept:
+        if finder.cost(found) > (1 + _ERROR) * finder.cost(kept[0]):
+            break
+        mine = shares[found.point.step]
+        if not any(_splits_alike(mine, found, other) for other in first):
+            first.append(found)
+    return [*first, *(found for found in kept if found not in first)][:most]
 
 
 def _shares(finder: Finder, step: int) -> list[float]:
@@ -55,14 +71,17 @@ def _shares(finder: Finder, step: int) -> list[float]:
     return shares
 
 
-def _is_alike(finder: Finder, shares: list[float], one: Found, other: Found) -> bool:
-    if (one.point.step, one.point.shape) != (other.point.step, other.point.shape):
-        return False
+def _costs_alike(finder: Finder, one: Found, other: Found) -> bool:
     pairs = (
         (finder.cost(one), finder.cost(other)),
         (one.priced.memory, other.priced.memory),
     )
-    if not all(math.isclose(*pair, rel_tol=_NEAR) for pair in pairs):
+    return all(math.isclose(*pair, rel_tol=_NEAR) for pair in pairs)
+
+
+def _splits_alike(shares: list[float], one: Found, other: Found) -> bool:
+    """Whether both split alike what fills the memory, on one mesh."""
+    if one.point.shape != other.point.shape:
         return False
     return any(
         sum(

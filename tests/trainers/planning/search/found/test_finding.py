@@ -134,6 +134,24 @@ def test_large_weights_that_are_split_otherwise_make_another_plan(finder):
     assert len(distinct(search, 10)) == 2 and len(distinct(search, 1)) == 1
 
 
+def test_one_of_each_kind_within_the_error_comes_first(finder):
+    """Plans that split large weights otherwise come before more of the same kind."""
+    search = fresh(finder)
+    plans = [
+        masks(finder, weights={dim: axis}, activations={"batch": 1})
+        for dim, axis in (("model", 1), ("model", 1), ("hidden", 1), ("vocab", 1))
+    ]
+    seconds = (1.0, 1.01, 1.02, 1.2)
+    search.found = [
+        dataclasses.replace(found, priced=dataclasses.replace(found.priced, seconds=s))
+        for s, plan in zip(seconds, plans, strict=True)
+        for found in [search.look_up(Point(0, (8,), plan))]
+    ]
+    order = [found.priced.seconds for found in distinct(search, 4)]
+    assert order == [1.0, 1.02, 1.01, 1.2]
+    assert [found.priced.seconds for found in distinct(search, 2)] == [1.0, 1.02]
+
+
 def test_axes_of_one_size_that_change_places_are_alike(finder):
     small = fresh(finder)
     plans = [
