@@ -48,6 +48,14 @@ PLANS = {
     "sparse": ("mt/moe.gin", "plans/sparse.gin", "MESH_SHAPE = (8,)", *MOE),
     "hybrid": ("mt/moe.gin", "plans/hybrid.gin", "MESH_SHAPE = (2, 4)", *MOE),
     "dense": ("mt/transformer.gin", "plans/finalized.gin", "MESH_SHAPE = (2, 4)"),
+    "t5": (
+        "docs/examples/from_t5x_pairs.gin",
+        "plans/data_tensor.gin",
+        "MESH_SHAPE = (2, 4)",
+        "GettextCatalogues.domains = ()",
+        "GettextCatalogues.languages = ('de', 'fr')",
+        "transformer_layer.dropout_rate = 0.0",
+    ),
     # GSPMD's Figure 2: two pipelines along an axis, experts along the other.
     "figure2": (
         "mt/pipeline.gin",
@@ -116,13 +124,18 @@ def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
 
 
 @pytest.mark.parametrize(
-    ("positions", "special", "start_id", "end_id"),
+    ("plan", "positions", "special", "start_id", "end_id"),
     [
-        *((positions, SpecialTokens.WITH_START, 1, 2) for positions in InputPositions),
-        (InputPositions.NONE, SpecialTokens.T5, 0, 1),
+        *(
+            ("sparse", positions, SpecialTokens.WITH_START, 1, 2)
+            for positions in InputPositions
+        ),
+        ("t5", InputPositions.NONE, SpecialTokens.T5, 0, 1),
     ],
 )
-def test_step_by_step_is_the_whole_at_once(root, positions, special, start_id, end_id):
+def test_step_by_step_is_the_whole_at_once(
+    root, plan, positions, special, start_id, end_id
+):
     """What greedy search says is the likeliest by the logits of a full forward pass."""
 
     def change(job):
@@ -135,8 +148,8 @@ def test_step_by_step_is_the_whole_at_once(root, positions, special, start_id, e
         )
         return on_one_device(dataclasses.replace(job, task=task))
 
-    job = change(experiment(root, "sparse"))
-    result = decoded(root, "sparse", Sampling(temperature=0), change)
+    job = change(experiment(root, plan))
+    result = decoded(root, plan, Sampling(temperature=0), change)
     ids, batch = result.ids[:, 0], sources(job)
     start = np.full_like(ids[:, :1], start_id)
     length = np.cumsum(np.cumsum(ids == end_id, axis=1) > 0, axis=1) <= 1
@@ -153,7 +166,7 @@ def test_step_by_step_is_the_whole_at_once(root, positions, special, start_id, e
         x, _ = job.task.hidden(ctx, theta, NestedMap(batch))
         return tf.nn.log_softmax(job.task.to_logits(ctx, theta, x))
 
-    full = logits(initial_theta(root, "sparse"), dict(given)).numpy()
+    full = logits(initial_theta(root, plan), dict(given)).numpy()
     np.testing.assert_array_equal(full.argmax(-1)[length], ids[length])
     taken = np.take_along_axis(full, ids[:, :, None], axis=-1)[:, :, 0]
     total = (taken * length).sum(1)

@@ -114,13 +114,22 @@ def test_the_dense_baseline_has_the_flops_of_the_experts():
     assert flops[1] == pytest.approx(flops[0], rel=0.005)
 
 
-def test_the_example_from_t5x_sets_what_its_comments_name():
+@pytest.mark.parametrize(
+    ("name", "stacks", "warmup"),
+    [("from_t5x", ["stack"], 20), ("from_t5x_pairs", ["encoder", "decoder"], 50)],
+)
+def test_the_examples_from_t5x_set_what_their_comments_name(name, stacks, warmup):
     """T5X's attention, and create_learning_rate_scheduler's formula."""
-    experiment, _ = build_experiment(["docs/examples/from_t5x.gin"], [])
-    attention = experiment.task.stack.stack.body.attention
-    assert attention.positions is PositionKind.SHARED
-    assert attention.query_scale is None  # T5X's weights begin smaller instead.
-    schedule, base, warmup = experiment.optimizer.learning_rate, 0.05, 20
-    for step in (0, 1, 19, 20, 21, 80):
+    experiment, _ = build_experiment([f"docs/examples/{name}.gin"], [])
+    for stack in stacks:
+        body = getattr(experiment.task, stack).stack.body
+        attention = body.attention
+        assert attention.positions is PositionKind.SHARED
+        assert attention.query_scale is None  # T5X's weights begin smaller instead.
+        assert not body.feed_forward.use_bias
+        if cross := body.cross_attention:
+            assert cross.positions is PositionKind.NONE
+    schedule, base = experiment.optimizer.learning_rate, 0.05
+    for step in (0, 1, warmup - 1, warmup, warmup + 1, 4 * warmup):
         factors = min(1, step / warmup) * math.sqrt(warmup / max(step, warmup))
         assert float(schedule(step)) == pytest.approx(base * factors)
