@@ -206,6 +206,11 @@ class Task(Checked):
         """How an exported model answers requests, if it does."""
         return None
 
+    @property
+    def to_serve(self) -> str:
+        """What to do where `serving` is None: the end of a message."""
+        return "export the task that its weights are for, or --what=bundle"
+
     def describe_data(self) -> dict[str, float]:
         """Facts about the data, to print and log before training."""
         return {}

@@ -178,6 +178,14 @@ class Translation(TextTask):
         return TranslationServing(self) if self._has_text else None
 
     @property
+    def to_serve(self) -> str:
+        return (
+            f"its Translation.text is {type(self.text).__name__}, which has no "
+            "vocabulary: bind Translation.text = @TranslationInput() and "
+            "SentencePieceVocabulary.model_file in its place, or export --what=bundle"
+        )
+
+    @property
     def _has_text(self) -> bool:
         """Whether the input knows the text of its tokens."""
         return isinstance(self.text, TranslationInput)

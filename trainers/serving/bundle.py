@@ -75,6 +75,32 @@ class BundleOptions(Checked):
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BundleBatches:
+    """The batches of a bundle.
+
+    Args:
+      train: for calls of the main program, from the first step on.
+      held_out: for evaluations.
+    """
+
+    train: Sequence[NestedMap]
+    held_out: Sequence[NestedMap]
+
+    @classmethod
+    def read(cls, experiment: Experiment, calls: int) -> BundleBatches:
+        """Batches for as many calls, and as many held-out ones at most.
+
+        Raises:
+          ValueError: the data are refused.
+          OSError: there are no data.
+        """
+        B = experiment.global_batch
+        given = CallBatches(experiment, 0, range(B))
+        held_out = eval_batches(experiment, range(B), calls)
+        return cls(train=list(itertools.islice(given, calls)), held_out=list(held_out))
+
+
 class _Traced(StepPrograms):
     """The same programs, traced but not compiled."""
 
@@ -87,6 +113,7 @@ def export_bundle(
     state: NestedMap | None,
     folder: pathlib.Path,
     options: BundleOptions,
+    batches: BundleBatches | None = None,
 ) -> None:
     """Writes a bundle.
 
@@ -98,17 +125,18 @@ def export_bundle(
         runner initialises the state.
       folder: an empty folder to write to.
       options: what goes into the bundle.
+      batches: those of `options.calls`; None: they are read here.
 
     Raises:
       LoweringError: a program cannot be lowered.
-      OSError: there is no data for the batches, or the bundle cannot be written.
+      OSError: the bundle cannot be written; or as `BundleBatches.read`.
     """
     experiment = programs.experiment
-    batches, held_out = _batches(experiment, options.calls)
+    batches = batches or BundleBatches.read(experiment, options.calls)
     saved = None if state is None else _save_state(folder, state)
     expected = None  # After the state was saved: the first step may donate it.
     if options.expected:
-        expected = _expected(programs, state, batches, held_out)
+        expected = _expected(programs, state, batches)
     manifest = {
         "format": run_bundle.FORMAT,
         "versions": _versions(),
@@ -118,10 +146,10 @@ def export_bundle(
         "step": _step(programs, options.config),
         **_export_programs(experiment, folder, options.platforms),
         "state": saved,
-        "batches": _save_arrays(folder, "batches", _stacked("batches", batches)),
+        "batches": _save_arrays(folder, "batches", _stacked("batches", batches.train)),
         "held_out": {
-            **_save_arrays(folder, "held_out", _stacked("batch", held_out)),
-            "batches": len(held_out),
+            **_save_arrays(folder, "held_out", _stacked("batch", batches.held_out)),
+            "batches": len(batches.held_out),
         },
         "expected": expected,
     }
@@ -205,16 +233,6 @@ def _copy_flatbuffers(folder: pathlib.Path) -> None:
     (folder / "README").write_text(note)
 
 
-def _batches(
-    experiment: Experiment, calls: int
-) -> tuple[list[NestedMap], list[NestedMap]]:
-    """Batches for calls of the main program from the first step on; held-out ones."""
-    B = experiment.global_batch
-    given = CallBatches(experiment, 0, range(B))
-    held_out = eval_batches(experiment, range(B), calls)
-    return list(itertools.islice(given, calls)), list(held_out)
-
-
 def _stacked(name: str, batches: Sequence[NestedMap]) -> dict[str, np.ndarray]:
     return {
         f"{name}.{path}": np.stack([batch.get_path(path) for batch in batches])
@@ -225,8 +243,7 @@ def _stacked(name: str, batches: Sequence[NestedMap]) -> dict[str, np.ndarray]:
 def _expected(
     programs: StepPrograms,
     logical: NestedMap | None,
-    batches: Sequence[NestedMap],
-    held_out: Sequence[NestedMap],
+    batches: BundleBatches,
 ) -> dict[str, Any]:
     """The results of the programs on these batches, computed here."""
     if logical is None:
@@ -236,16 +253,16 @@ def _expected(
     log_line(
         "compiling and running the programs on %d batches, for the results that "
         "--check compares with (--noexpected leaves them out)",
-        len(batches),
+        len(batches.train),
     )
 
     def evaluated() -> dict[str, Any]:
         rows = range(programs.experiment.global_batch)
-        totals = sums_over(programs, state.weights(), held_out, rows)
+        totals = sums_over(programs, state.weights(), batches.held_out, rows)
         return {f"sums.{path}": value.tolist() for path, value in totals.items()}
 
     start, losses = evaluated(), []
-    for batch in batches:
+    for batch in batches.train:
         out = programs.main(state.stored(), batch)
         state.update(out["state"])
         losses += np.asarray(out["metrics"].loss, np.float64).tolist()

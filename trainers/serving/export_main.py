@@ -26,7 +26,11 @@ from meshwright.trainers.checkpoints.published.published_export import (
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.serving.bundle import BundleOptions, export_bundle
+from meshwright.trainers.serving.bundle import (
+    BundleBatches,
+    BundleOptions,
+    export_bundle,
+)
 from meshwright.trainers.serving.saved_model import ExportError, export_saved_model
 from meshwright.trainers.startup import compile_cache, export_flags, files
 from meshwright.trainers.startup.export_flags import (
@@ -52,6 +56,8 @@ def _run(experiment: Experiment, config_text: str) -> None:
     jax_mesh(mesh)  # Too large a mesh fails at once.
     programs = StepPrograms(experiment)
     state = None if export_flags.MODEL_DIR.value is None else _restored(programs)
+    # What the data refuse is said before anything is written.
+    batches = _batches(experiment, options.calls) if BUNDLE in wanted else None
     # All or nothing: written elsewhere, then renamed.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".export", dir=output.parent))
     try:
@@ -74,7 +80,7 @@ def _run(experiment: Experiment, config_text: str) -> None:
         if BUNDLE in wanted:
             start = time.time()
             (scratch / BUNDLE).mkdir()
-            export_bundle(programs, state, scratch / BUNDLE, options)
+            export_bundle(programs, state, scratch / BUNDLE, options, batches)
             _tell(BUNDLE, scratch, output, start)
         scratch.chmod(0o755)
         os.rename(scratch, output)
@@ -82,6 +88,16 @@ def _run(experiment: Experiment, config_text: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     if BUNDLE in wanted:
         print(f"  python {output / BUNDLE / 'run_bundle.py'} --steps=10")
+
+
+def _batches(experiment: Experiment, calls: int) -> BundleBatches:
+    try:
+        return BundleBatches.read(experiment, calls)
+    except (ValueError, OSError) as error:
+        raise ExportError(
+            f"a bundle has batches of the task's data: {error}; or export "
+            f"--what={SAVED_MODEL}, which needs no data"
+        ) from error
 
 
 def _save_keras(

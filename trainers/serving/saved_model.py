@@ -63,7 +63,7 @@ def export_saved_model(
     if serving is None:
         raise ExportError(
             f"{type(task).__name__} serves nothing, so that a SavedModel of it would "
-            "be of no use: export the task that its weights are for, or --what=bundle"
+            f"be of no use: {task.to_serve}"
         )
     module = tf.Module()
     variables = weights.map_with_path(_variable, programs.weights)

@@ -23,7 +23,11 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving import bundle, run_bundle
-from meshwright.trainers.serving.bundle import BundleOptions, export_bundle
+from meshwright.trainers.serving.bundle import (
+    BundleBatches,
+    BundleOptions,
+    export_bundle,
+)
 from tests.trainers.runs.test_parity import STATE_TOLERANCE
 from tests.trainers.small_run import at, small_programs
 
@@ -42,7 +46,7 @@ def run(folder, *flags):
 
 def trained(programs: StepPrograms, state: TrainState) -> list[float]:
     """The losses of as many calls as the bundle has batches for."""
-    batches, _ = bundle._batches(programs.experiment, CALLS)
+    batches = BundleBatches.read(programs.experiment, CALLS).train
     losses = []
     for batch in batches:
         out = programs.main(state.stored(), batch)
@@ -115,7 +119,8 @@ def test_without_tensorflow_it_trains_as_the_trainer(exported, tmp_path):
     )
     assert status == 0, errors
     again = float(re.search(r"step 1: loss ([\d.]+)", out)[1])
-    out = programs.main(state.stored(), bundle._batches(programs.experiment, 1)[0][0])
+    (batch,) = BundleBatches.read(programs.experiment, 1).train
+    out = programs.main(state.stored(), batch)
     np.testing.assert_allclose(again, float(out["metrics"].loss[0]), rtol=1e-6)
 
 

@@ -109,8 +109,13 @@ def test_output_that_is_there(tmp_path, capfd):
     assert re.search(r"out cannot be made \(.*\): name", capfd.readouterr().err)
 
 
-def test_nothing_is_left_of_an_export_that_fails(tmp_path, capfd):
+def test_a_bundle_that_lacks_data_is_refused_before_anything_is_written(
+    straight, tmp_path, capfd
+):
+    _, folder = straight()
     params = ["TextFiles.root = '/none'"]
-    assert call_main(tmp_path / "out", *params, what="bundle") == 1
-    assert "there is no folder '/none'" in capfd.readouterr().err
+    assert call_main(tmp_path / "out", *params, model_dir=str(folder)) == 1
+    shown = capfd.readouterr()
+    assert "saved_model:" not in shown.out
+    assert re.search("there is no folder '/none'.*--what=saved_model", shown.err)
     assert not any(tmp_path.iterdir())

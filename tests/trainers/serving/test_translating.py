@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.token_dataset import PairDataset
 from meshwright.tasks.text.vocabulary import (
     VOCABULARY_FILE,
@@ -21,6 +22,10 @@ from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving import generate_main
+from meshwright.trainers.serving.saved_model import (
+    ExportError,
+    export_saved_model,
+)
 from meshwright.trainers.serving.translating import (
     Translator,
     check_source,
@@ -205,7 +210,7 @@ def test_a_single_source_fills_groups_of_experts_and_microbatches(tmp_path, plan
     assert len(found) == experiment.task.search.beams and found[0].ids
 
 
-def test_pairs_of_tokens_have_no_vocabulary_to_translate_by(trained):
+def test_pairs_of_tokens_have_no_vocabulary_to_translate_by(trained, tmp_path):
     ids = {name: [2, 1] for name in ("source_ids", "target_ids", "target_labels")}
     pairs = PairDataset(train=lambda: tf.data.Dataset.from_tensors(ids), vocab_size=336)
     experiment = trained.programs.experiment
@@ -214,6 +219,8 @@ def test_pairs_of_tokens_have_no_vocabulary_to_translate_by(trained):
     message = "Translation.text is PairDataset, which has no vocabulary: .*Translation"
     with pytest.raises(ValueError, match=message):
         generate_main._with_vocabulary(experiment)
+    with pytest.raises(ExportError, match="PairDataset, which .* @TranslationInput"):
+        export_saved_model(experiment, NestedMap(), tmp_path / "model")
 
 
 def test_sources_of_a_vocabulary_without_tags_have_none(trained, tmp_path):
