@@ -7,7 +7,6 @@ is wrong with flags or bindings is said at once.
 from __future__ import annotations
 
 import dataclasses
-import logging as python_logging
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from meshwright.trainers.experiment.bindings import gin_check
 from meshwright.trainers.experiment.bindings.of_t5x import of_flag
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.startup import quiet
-from meshwright.trainers.startup.messages import printable
+from meshwright.trainers.startup.messages import LogFormat, printable
 
 if TYPE_CHECKING:
     from meshwright.trainers.experiment.experiment import Experiment
@@ -176,7 +175,8 @@ def build_experiment(
         logging.warning("%s", text)
     if unused:
         logging.info(
-            "these bindings have no effect, as later ones replace their classes: %s",
+            "no effect, as later bindings replace what they are for (harmless; those "
+            "of your own files can go): %s",
             ", ".join(unused),
         )
     return experiment, config.operative_text()
@@ -197,10 +197,7 @@ def call(
       load: imports the command, and TensorFlow with it.
       check: raises ValueError for flags that are wrong, before anything is imported.
     """
-    style = python_logging.Formatter(
-        "%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"
-    )
-    logging.get_absl_handler().setFormatter(style)
+    logging.get_absl_handler().setFormatter(LogFormat())
     errors = ()
     sys.path.append(os.getcwd())  # Last: the user's modules hide no others.
     try:

@@ -18,6 +18,7 @@ from meshwright.trainers.experiment.bindings.gin_messages import (
     Binding,
     bindings,
     did_you_mean,
+    key_text,
     message,
     misfit_text,
     misfits_on_the_way,
@@ -58,12 +59,15 @@ class ConfigError(ValueError):
     """A gin file or binding that is unknown, malformed or without effect."""
 
 
-def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
+def find_gin_file(
+    path: str | os.PathLike, included_by: str | None = None
+) -> pathlib.Path:
     """The file that `path` names.
 
     Args:
-      path: absolute, relative to the working directory, or relative to `params/`, in
-        this order; `.gin` may be left out.
+      path: absolute, relative to the folder of the file that includes it, to the
+        working directory, or to `params/`, in this order; `.gin` may be left out.
+      included_by: the file that includes it; None if no file does.
 
     Raises:
       ConfigError: there is no such file; the message names files spelled alike: those
@@ -71,11 +75,13 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
     """
     path = os.fspath(path)
     names = [path] if path.endswith(".gin") else [path, f"{path}.gin"]
-    for root in (pathlib.Path(), PARAMS):
+    beside = [] if included_by is None else [pathlib.Path(included_by).parent]
+    roots = [*beside, pathlib.Path(), PARAMS]
+    for root in roots:
         for name in names:
             if (root / name).is_file():
                 return root / name
-    for root in (pathlib.Path(), PARAMS):
+    for root in roots:
         if (root / path).is_dir():
             raise ConfigError(
                 f"gin file {path!r} is a folder, {root.absolute() / path}: name a "
@@ -84,19 +90,20 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
     shipped = sorted(
         file.relative_to(PARAMS).as_posix() for file in PARAMS.rglob("*.gin")
     )
+    looked = dict.fromkeys(str(root.absolute()) for root in roots)
     raise ConfigError(
-        f"no gin file {path!r}, neither from {os.getcwd()} nor in {PARAMS}"
-        + (_beside(names[-1]) or did_you_mean(names[-1], shipped))
+        f"no gin file {path!r}, neither from {' nor from '.join(looked)}"
+        + (_beside(roots[:-1], names[-1]) or did_you_mean(names[-1], shipped))
     )
 
 
-def _beside(path: str) -> str:
+def _beside(roots: Sequence[pathlib.Path], path: str) -> str:
     """Suggests gin files in the folder of `path` whose own names are alike; or ""."""
     folder, name = os.path.split(path)
-    try:
-        there = [file.name for file in pathlib.Path(folder).glob("*.gin")]
-    except OSError:
-        return ""
+    there = set()
+    for root in roots:
+        with contextlib.suppress(OSError):
+            there |= {file.name for file in (root / folder).glob("*.gin")}
     # Paths would be alike by their folders alone.
     return nearest(name, there, prefix=os.path.join(folder, ""))
 
@@ -132,9 +139,10 @@ def load(
     gin.clear_config()
     _set_aside.clear()
     _undone.clear()
+    places = Places()
     with (
-        _reading_gin_files(),
-        _noting_replaced_classes() as places,
+        _reading_gin_files(places),
+        _noting_replaced_classes(places),
         _checking_imports(),
     ):
         for path in gin_files:
@@ -187,7 +195,7 @@ def build(cls: type[_T]) -> _T:
 def load_and_build(
     cls: type[_T], gin_files: Sequence[str], gin_params: Sequence[str]
 ) -> tuple[_T, list[str]]:
-    """The `cls` of files and bindings, and the bindings that others have replaced.
+    """The `cls` of files and bindings, and the names of those that others replace.
 
     Raises:
       ConfigError: see `load`, `build` and `check_all_operative`.
@@ -203,14 +211,14 @@ def check_all_operative() -> list[str]:
     its macro is evaluated for such a call.
 
     Returns:
-      The bindings without effect that were set aside (see `load`), as text.
+      The names of bindings without effect that were set aside, see `load`.
 
     Raises:
       ConfigError: another binding has no effect; the message says why, and the remedy.
     """
     unused = [bound for bound in bindings() if _why_inoperative(bound)]
     _refuse([bound for bound in unused if bound.key not in _set_aside])
-    return [str(bound) for bound in unused]
+    return [key_text(bound.key) for bound in unused]
 
 
 def bound_parameters(name: str) -> set[str]:
@@ -329,13 +337,13 @@ def _overridden(binding: Binding, scope: tuple[str, ...]) -> bool:
 
 
 @contextlib.contextmanager
-def _noting_replaced_classes() -> Iterator[Places]:
+def _noting_replaced_classes(places: Places) -> Iterator[None]:
     """Sets aside the bindings of a class when another reference takes its place.
 
-    Yields:
-      Where the bindings are written.
+    Args:
+      places: is told where they are bound.
     """
-    bind, places = gin.config.bind_parameter, Places()
+    bind = gin.config.bind_parameter
     following = places.following(gin.config.utils.try_with_location)
 
     def bind_and_note(key, value):
@@ -353,7 +361,7 @@ def _noting_replaced_classes() -> Iterator[Places]:
         in_place(gin.config, "bind_parameter", bind_and_note),
         in_place(gin.config.utils, "try_with_location", following),
     ):
-        yield places
+        yield
 
 
 def _put_aside(replaced: set[tuple[str, str]], known: Collection[Binding]) -> None:
@@ -422,7 +430,7 @@ def _counting_references() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading_gin_files() -> Iterator[None]:
+def _reading_gin_files(places: Places) -> Iterator[None]:
     """Makes gin find files as `find_gin_file` does, in `include` statements too."""
     opened = 0
 
@@ -431,7 +439,7 @@ def _reading_gin_files() -> Iterator[None]:
         opened += 1
         if opened > _MOST_FILES:
             raise ConfigError(f"more than {_MOST_FILES} gin files are included")
-        return open(str(find_gin_file(path)), encoding="utf-8")
+        return open(str(find_gin_file(path, places.file)), encoding="utf-8")
 
     # gin.register_file_reader would append to gin's readers, one of which logs an
     # error for each path that names no Python package.

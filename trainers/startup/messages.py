@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import logging as python_logging
 import sys
+import textwrap
 from typing import Any
 
 import tqdm
 from absl import logging
 
 _MOST_CHARACTERS = 5000
+_WIDTH = 80
 _LIVE = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
     "[{elapsed}<{remaining}{postfix}]"
 )
 _LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go{postfix}"
+
+
+class LogFormat(python_logging.Formatter):
+    """Time, level and message; lines that are wider than a screen go on indented."""
+
+    def __init__(self):
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: python_logging.LogRecord) -> str:
+        lines = super().formatMessage(record).splitlines()
+        return "\n".join(part for line in lines for part in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    if len(line) <= _WIDTH:
+        return [line]
+    return textwrap.wrap(
+        line,
+        _WIDTH,
+        subsequent_indent=" " * 4,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def log_line(text: str, *args: Any) -> None:

@@ -114,7 +114,8 @@ class Group:
 
     @property
     def outputs(self) -> list[str]:
-        return [log.read_text() for log in self.logs]
+        folded = re.compile(r"\n {4}(?=\S)")  # As `LogFormat` does.
+        return [folded.sub(" ", log.read_text()) for log in self.logs]
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """What the binaries print: errors cannot write to a terminal, nor fill it; progress."""
 
+import logging
+import re
+
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -27,6 +30,17 @@ def test_an_error_is_told_so():
     with flagsaver.flagsaver(**given), pytest.raises(SystemExit) as stopped:
         cli.call("meshwright", ["meshwright"], lambda: cli.Command(run=lambda *_: None))
     assert "    \\x1b[2J = 1\n" in stopped.value.code
+
+
+def test_long_lines_of_a_log_are_folded():
+    text = "a name " + "x" * 90 + "\n  and words" * 2 + " of a long line" * 5
+    record = logging.LogRecord("absl", logging.INFO, "", 0, "%s", (text,), None)
+    first, *others = messages.LogFormat().format(record).splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO a name", first)
+    assert others[:3] == [f"    {'x' * 90}", "  and words", others[2]]
+    assert others[2].startswith("  and words of") and others[3].startswith("    ")
+    assert max(map(len, others[1:])) <= 80
+    assert " ".join(part.strip() for part in others[2:]) == text.splitlines()[2].strip()
 
 
 def test_progress_in_a_log_file_is_a_line_now_and_then(monkeypatch, caplog, capfd):

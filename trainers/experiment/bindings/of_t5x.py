@@ -110,7 +110,7 @@ _FLAGS = {
     "gin_bindings": "Here it is --gin_param",  # T5X's older name, and gin's own.
     "gin_search_paths": (
         "Here a gin file is named by its path from the working directory or under "
-        "params/, in --gin_file and in include"
+        "params/; in include also by that from the file with the include"
     ),
     "logdir": "Here it is --model_dir",  # Lingvo's.
     "model": "Here it is --gin_file",

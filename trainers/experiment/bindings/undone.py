@@ -81,6 +81,11 @@ class Places:
         self._undone: dict[Key, Undone] = {}
 
     @property
+    def file(self) -> str | None:
+        """The file of the statement that gin is at; None at a file of its own."""
+        return (self._open[-1].filename or None) if self._open else None
+
+    @property
     def undone(self) -> list[Undone]:
         """The bindings that are undone, and that nothing has set since."""
         return list(self._undone.values())

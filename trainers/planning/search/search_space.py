@@ -321,12 +321,15 @@ def named_plans(
     return plans
 
 
-def _binds_plan(file: str) -> bool:
+def _binds_plan(file: str, included_by: str | None = None) -> bool:
     """Whether a gin file binds a plan, itself or, if it binds nothing, by inclusion."""
-    text = config.find_gin_file(file).read_text()
+    path = config.find_gin_file(file, included_by)
+    text = path.read_text()
     classes = _CLASS.findall(text)
     included = [] if classes else _INCLUDED.findall(text)
-    return "ShardingPlan" in classes or any(map(_binds_plan, included))
+    return "ShardingPlan" in classes or any(
+        _binds_plan(each, str(path)) for each in included
+    )
 
 
 def portable(file: str) -> str:
