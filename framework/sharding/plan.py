@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -76,7 +77,8 @@ class ShardingPlan:
       sequence_attention: how attention is computed if "sequence" is split.
 
     Raises:
-      ValueError: a table names an axis that the mesh does not have.
+      ValueError: a table names an axis that the mesh does not have, or an entry is no
+        axis, axes or None.
     """
 
     mesh_axes: Sequence[str] = ("X", "Y")
@@ -97,6 +99,7 @@ class ShardingPlan:
                 )
         for table_name in ("weights", "activations"):
             for dim, axes in getattr(self, table_name).items():
+                _check_entry(f"ShardingPlan.{table_name}[{dim!r}]", axes)
                 for axis in as_axes(axes):
                     if axis not in self.mesh_axes:
                         hint = did_you_mean(axis, self.mesh_axes)
@@ -131,6 +134,13 @@ class ShardingPlan:
                 f"one for each axis of ShardingPlan.mesh_axes = {axes}"
             )
         ids = None if self.device_ids is None else tuple(self.device_ids)
+        if ids is not None and len(ids) != math.prod(shape):
+            raise ValueError(
+                f"ShardingPlan.device_ids has {len(ids)} devices, but "
+                f"ShardingPlan.mesh_shape = {shape} has {math.prod(shape)}: bind "
+                "ShardingPlan.device_ids = None, as the order was found for another "
+                "mesh, or list as many"
+            )
         return DeviceMesh(axes, shape, ids)
 
     def _repr_html_(self) -> str:
@@ -256,6 +266,7 @@ class UnusedEntry:
     Args:
       table: "weights" or "activations".
       dim: the name of the dim.
+      axes: what splits it.
       near: the names of dims that it may be meant for.
       is_misspelt: whether it is like the name of a dim that the table leaves out, or
         T5X's name of one.
@@ -263,14 +274,24 @@ class UnusedEntry:
 
     table: str
     dim: str
+    axes: Axes
     near: tuple[str, ...]
     is_misspelt: bool
 
     def __str__(self) -> str:
         hint = f"; do you mean {' or '.join(self.near)}?" if self.near else ""
+        does = "splits" if as_axes(self.axes) else "has an entry for"
         return (
-            f"ShardingPlan.{self.table} splits dim {self.dim!r}, which no "
+            f"ShardingPlan.{self.table} {does} dim {self.dim!r}, which no "
             f"{self.table.removesuffix('s')} has{hint}"
+        )
+
+    def remedy(self, near: str, tensor: str) -> str:
+        """What to write if `near` is meant, a dim of `tensor`, and if it is not."""
+        return (
+            f"Write {near!r}: {self.axes!r} in place of {self.dim!r}: {self.axes!r}, "
+            f"for {tensor!r}. Or keep the entry and add {near!r}: None, by which "
+            f"{near} is not split"
         )
 
 
@@ -322,8 +343,7 @@ class NotingPlan(ShardingPlan):
         of_weights = {dim: path for path, dims in weights.items() for dim in dims}
         having = {"weights": of_weights, "activations": self.noted}
         wrong = [
-            f"{entry} If {near!r} of {having[entry.table][near]!r} is another dim, "
-            f"give that table the entry {near!r}: None"
+            f"{entry} {entry.remedy(near, having[entry.table][near])}"
             for entry in unused
             if entry.is_misspelt
             for near in entry.near
@@ -370,7 +390,13 @@ def _unused(name: str, table: Mapping, dims: Collection[str]) -> list[UnusedEntr
         near = meant or ours or difflib.get_close_matches(dim, dims, n=1)
         near = near or sorted(dims)
         unused.append(
-            UnusedEntry(table=name, dim=dim, near=tuple(near), is_misspelt=bool(meant))
+            UnusedEntry(
+                table=name,
+                dim=dim,
+                axes=table[dim],
+                near=tuple(near),
+                is_misspelt=bool(meant),
+            )
         )
     return unused
 
@@ -417,6 +443,15 @@ def _reduced(sharding: Sharding, axes: Sequence[str]) -> Sharding:
     used = {axis for split in sharding.dims for axis in split}
     reduced = tuple(axis for axis in axes if axis not in used)
     return dataclasses.replace(sharding, reduced=reduced)
+
+
+def _check_entry(name: str, axes: object) -> None:
+    is_many = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
+    if not (axes is None or isinstance(axes, str) or is_many):
+        raise ValueError(
+            f"{name} is {axes!r}; it must be a mesh axis, such as 'X', several, such "
+            "as ('X', 'Y'), or None"
+        )
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ PARAMS = pathlib.Path(__file__).parents[2] / "params"
 
 DTYPES = ("float32", "bfloat16", "float16")
 """TensorFlow's dtypes that are constants of gin files."""
-_PLANS_MACRO = "MESH_SHAPE"
+_PLANS_MACRO, _SHAPE_OF_PLAN = "MESH_SHAPE", "ShardingPlan.mesh_shape"
 # Limits of a configuration; shipped configurations have a hundred references and ten
 # files at most. Where each macro names the next twice, or each file includes the next
 # twice, twenty make a million.
@@ -297,8 +297,12 @@ def _why_inoperative(binding: Binding) -> str | None:
             for scope, selector in references(bound.value)
             if selector == MACRO
         }
-        if macro == _PLANS_MACRO and not bound_parameters("ShardingPlan"):
-            return _no_plan()
+        if macro == _PLANS_MACRO:
+            shapes = [b for b in bindings() if key_text(b.key) == _SHAPE_OF_PLAN]
+            if not shapes and not bound_parameters("ShardingPlan"):
+                return _no_plan()
+            if shapes:
+                return f"`{shapes[0]}` is bound without it: change that instead"
         unused = f"nothing in use refers to %{macro}"
         if here := of_macro(macro):
             return f"{unused}: {here}"

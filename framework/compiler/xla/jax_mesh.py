@@ -39,14 +39,16 @@ def jax_mesh(
     if missing and not here:
         raise ValueError(
             f"device mesh ({mesh}) needs {mesh.size} devices but the topology has "
-            f"{len(devices)} (no device {missing[0]}); name a larger topology"
+            f"{len(devices)} (no device {missing[0]}); name a larger topology, or a "
+            "smaller mesh, in gin files by ShardingPlan.mesh_shape and .device_ids"
         )
     if missing:
         raise ValueError(
             f"device mesh ({mesh}) needs {mesh.size} devices but {len(devices)} "
             f"{jax.default_backend()} devices exist (no device {missing[0]}); use a "
-            'smaller mesh or, on CPU, more virtual devices: mw.set_platform("cpu", '
-            f"device_count={max(mesh.ids.flat) + 1}) in Python, for a command "
+            "smaller mesh, in gin files by ShardingPlan.mesh_shape and .device_ids, "
+            'or, on CPU, more virtual devices: mw.set_platform("cpu", device_count='
+            f"{max(mesh.ids.flat) + 1}) in Python, for a command "
             f"--device_count={max(mesh.ids.flat) + 1}"
         )
     ids, torus = mesh.ids, topology_of(devices)

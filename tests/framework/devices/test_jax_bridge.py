@@ -66,7 +66,8 @@ def test_an_unknown_platform_is_refused():
         (
             DeviceMesh(("X", "Y"), (4, 4)),
             "device mesh (X=4, Y=4) needs 16 devices but 8 cpu devices exist (no "
-            "device 8); use a smaller mesh or, on CPU, more virtual devices: "
+            "device 8); use a smaller mesh, in gin files by ShardingPlan.mesh_shape "
+            "and .device_ids, or, on CPU, more virtual devices: "
             'mw.set_platform("cpu", device_count=16) in Python',
         ),
         (DeviceMesh(("X",), (2,), (0, 9)), "8 cpu devices exist (no device 9)"),

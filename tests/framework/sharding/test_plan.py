@@ -95,9 +95,28 @@ def test_an_axis_that_splits_a_tensor_twice_names_tensor_and_dims():
         plan.weight_sharding(("model", "other", "hidden"), "stack.w_in")
 
 
-def test_mesh_shape_must_be_a_sequence():
-    with pytest.raises(ValueError, match=r"mesh_shape is 8; it must be a sequence"):
-        ShardingPlan(mesh_shape=8)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mesh_shape": 8}, r"mesh_shape is 8; it must be a sequence"),
+        (
+            {"weights": {"heads": 3}},
+            r"ShardingPlan.weights\['heads'\] is 3; it must be a mesh axis, such as",
+        ),
+        (
+            {"activations": {"heads": ["X", None]}},
+            r"activations\['heads'\] is \['X', None\]; .* \('X', 'Y'\), or None",
+        ),
+        (
+            {"mesh_shape": (2, 2), "device_ids": (1, 0)},
+            r"ShardingPlan.device_ids has 2 devices, but ShardingPlan.mesh_shape = "
+            r"\(2, 2\) has 4: bind ShardingPlan.device_ids = None",
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_its_binding(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingPlan(**fields).mesh  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -137,6 +156,15 @@ def test_names_of_t5x_are_told_by_ours(table, near, is_told):
     (entry,) = plan.unused(weights)
     assert str(entry).endswith(f"no weight has; do you mean {near}?")
     assert entry.is_misspelt == is_told
+    if is_told:
+        ((dim, axes),) = table.items()
+        does = "has an entry for" if axes is None else "splits"
+        message = (
+            f"ShardingPlan.weights {does} dim {dim!r}, which .* Write {near!r}: "
+            f"{axes!r} in place of {dim!r}: {axes!r}, for 'w'. Or .* add {near!r}: None"
+        )
+        with pytest.raises(ValueError, match=message):
+            plan.check(weights)
 
 
 def test_dims_without_a_name_are_no_misspelt_ones():

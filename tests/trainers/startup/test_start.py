@@ -215,6 +215,16 @@ def test_help_needs_no_tensorflow(name):
             [TINY, "--model_dir=x", "--gin_param=EncoderDecoderModel.z_loss = 0.1"],
             "T5X's EncoderDecoderModel.z_loss is Translation.z_loss.\n",
         ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=RelativePositionBiases.num_heads = 4"],
+            "T5X's RelativePositionBiases.num_heads is NUM_HEADS.\n",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=train/eval_period = 4"],
+            "T5X's train.eval_period is Experiment.eval_interval\n",
+        ),
         ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
         ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),
         ("export", [TINY, "--output=x", "--what=y"], "--what=y must be some of sav"),

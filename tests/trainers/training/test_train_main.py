@@ -305,6 +305,7 @@ def test_a_dry_run_refuses_misspelt_dims_of_the_plan(tmp_path):
         "weights splits dim 'haeds', which no weight has; do you mean heads?" in error
     )
     assert "splits dim 'hiden', which no weight has; do you mean hidden?" in error
+    assert "Write 'heads': 'Y' in place of 'haeds': 'Y', for 'theta." in error
 
 
 def start(model_dir, *params, device_count):
@@ -329,7 +330,8 @@ def test_command_fails_with_one_message(tmp_path):
     assert (process.returncode, out) == (1, "")
     assert err == (
         "meshwright-train: device mesh (X=2, Y=4) needs 8 devices but 4 cpu devices "
-        "exist (no device 4); use a smaller mesh or, on CPU, more virtual devices: "
+        "exist (no device 4); use a smaller mesh, in gin files by "
+        "ShardingPlan.mesh_shape and .device_ids, or, on CPU, more virtual devices: "
         'mw.set_platform("cpu", device_count=8) in Python, for a command '
         "--device_count=8\n(--traceback shows where)\n"
     )

@@ -29,6 +29,9 @@ _MACROS_IN_WORDS = {
     "INITIAL_CHECKPOINT_PATH": (
         "InitializeFrom.checkpoint, with Experiment.initialize_from = @InitializeFrom()"
     ),
+    "logical_axis_rules": (
+        "ShardingPlan.weights and ShardingPlan.activations, or a plan of params/plans"
+    ),
     "LOSS_NORMALIZING_FACTOR": (
         "not needed: the loss is the mean over the tokens of the batch, or over their "
         "weights"
@@ -42,7 +45,10 @@ _MACROS_IN_WORDS = {
     ),
     "USE_CACHED_TASKS": _SEQIO,
 }
-"""What stands here for T5X's other macros, behind `T5X's NAME is`."""
+"""What stands here for other macros of T5X, and parameters written as macros.
+
+Behind `T5X's NAME is`.
+"""
 _LOSS_FACTOR = _MACROS_IN_WORDS["LOSS_NORMALIZING_FACTOR"]
 _T5_CONFIG = {
     "vocab_size": "VOCAB_SIZE",
@@ -93,6 +99,12 @@ _CLASSES = {
     "PjitPartitioner.logical_axis_rules": (
         "ShardingPlan.weights and ShardingPlan.activations"
     ),
+    "RelativePositionBiases.num_buckets": "SharedRelativeBias.num_buckets",
+    "RelativePositionBiases.max_distance": "transformer_layer.max_distance",
+    "RelativePositionBiases.num_heads": "NUM_HEADS",
+    "standard_logical_axis_rules.additional_rules": (
+        "ShardingPlan.weights and ShardingPlan.activations"
+    ),
     "Trainer.num_microbatches": "Experiment.gradient_accumulation_steps",
     "Trainer.learning_rate_fn": "learning_rate of the optimizer",
     "SaveCheckpointConfig.period": "Experiment.checkpoint_interval",
@@ -124,6 +136,9 @@ def of_macro(name: str) -> str:
         return f"T5X's {name} is {_MACROS[name]} here"
     if here := _MACROS_IN_WORDS.get(name):
         return f"T5X's {name} is {here}"
+    parameter = f"train.{name.rpartition('/')[2]}"
+    if here := _CLASSES.get(parameter):
+        return f"T5X's {parameter} is {here}"
     return ""
 
 
