@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -16,7 +16,7 @@ from meshwright.trainers.checkpoints.checkpoint_digests import (
     CheckpointError,
     are_as_saved,
 )
-from meshwright.trainers.startup.gin_text import rounds_of_pipelines
+from meshwright.trainers.startup.gin_text import changed, rounds_of_pipelines
 
 _MAX_SHOWN = 5
 _BESIDE_WEIGHTS = {"slots": "optimizer", "ema": "moving average"}
@@ -201,13 +201,26 @@ def differences(
     return lines
 
 
-def check_model(name: str, saved: Mapping[str, ArraySpec], wanted: NestedMap) -> None:
+def config_changes(folder: epath.Path, config: str) -> list[str]:
+    """How `config` differs from that of the checkpoint in `folder`, a line for each."""
+    metadata = read_json(folder, "metadata")
+    saved = metadata.get("config") if isinstance(metadata, Mapping) else None
+    return changed(saved, config) if saved and config else []
+
+
+def check_model(
+    name: str,
+    saved: Mapping[str, ArraySpec],
+    wanted: NestedMap,
+    of_config: Callable[[], Sequence[str]] = list,
+) -> None:
     """Refuses what was saved of another model.
 
     Args:
       name: the checkpoint's, for messages.
       saved: the forms of what it has.
       wanted: nested map of what it should have.
+      of_config: the differences of both configurations, a line for each.
 
     Raises:
       CheckpointError: they differ; the message lists the first differences.
@@ -215,9 +228,11 @@ def check_model(name: str, saved: Mapping[str, ArraySpec], wanted: NestedMap) ->
     model = forms(wanted)
     if lines := differences(saved, model):
         kind, remedy = _kind_and_remedy(saved, model)
+        text = f"{name} is of another {kind}:{bullet_list(lines)}"
+        if lines := of_config():
+            text += f"\nconfigured when it was saved -> now:{bullet_list(lines)}"
         raise CheckpointError(
-            f"{name} is of another {kind}:{bullet_list(lines)}\nuse the configuration "
-            f"that it was saved with, or {remedy}"
+            f"{text}\nuse the configuration that it was saved with, or {remedy}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import itertools
 import json
 import logging
@@ -28,11 +29,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints import checkpoint_digests as digests
 from meshwright.trainers.checkpoints import checkpoint_manifest as manifests
 from meshwright.trainers.checkpoints import checkpoint_orbax
-from meshwright.trainers.checkpoints.checkpoint_digests import (
-    CheckpointError,
-    DamagedError,
-    brief,
-)
+from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError, brief
 from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 from meshwright.trainers.checkpoints.checkpoint_progress import (
     Transfer,
@@ -74,6 +71,7 @@ class Checkpoints:
       max_to_keep: how many of the newest steps to keep; None keeps all.
       access: whether the directory may be written.
       orders: how leaves stack layers, by path: saved, and what is restored must agree.
+      config: the operative configuration of what is restored, for messages.
       gather: collects a number from each process.
 
     Raises:
@@ -87,6 +85,7 @@ class Checkpoints:
         max_to_keep: int | None = 3,
         access: Access = Access.READ_WRITE,
         orders: Mapping[str, LayerOrder] | None = None,
+        config: str = "",
         gather: digests.Gather = gather_from_processes,
     ):
         absl.logging.get_absl_logger().addFilter(checkpoint_orbax.is_not_chatter)
@@ -95,7 +94,7 @@ class Checkpoints:
             directory = os.path.abspath(directory)
         self._directory = epath.Path(directory)
         self._access, self._orders = access, orders or {}
-        self._gather = gather
+        self._config, self._gather = config, gather
         if access is Access.READ_WRITE:
             self._check_writable()
         options = ocp.CheckpointManagerOptions(
@@ -332,15 +331,15 @@ class Checkpoints:
         if step is not None:
             try:
                 return self._verified_read(self.existing(step), read)
-            except DamagedError as error:
+            except digests.DamagedError as error:
                 steps = [s for s in self.steps() if s != step]
                 remedy = f"take step {steps[-1]}" if steps else "there is no other"
                 raise CheckpointError(f"{error}; {remedy}") from error
-        damaged: dict[int, DamagedError] = {}
+        damaged: dict[int, digests.DamagedError] = {}
         while (step := self._newest(skipped=damaged)) is not None:
             try:
                 result = self._verified_read(step, read)
-            except DamagedError as error:
+            except digests.DamagedError as error:
                 damaged[step] = error
                 if self._folder(step).exists():
                     log.warning("%s", error)
@@ -435,7 +434,8 @@ class Checkpoints:
     def _check_model(self, step: int, abstract: NestedMap) -> None:
         saved = manifests.read(self._folder(step))
         name = f"checkpoint step {step} in {self._directory}"
-        manifests.check_model(name, saved, abstract)
+        changed = functools.partial(manifests.config_changes, self._folder(step))
+        manifests.check_model(name, saved, abstract, lambda: changed(self._config))
         self._check_orders(step, saved, abstract)
 
     def _check_orders(

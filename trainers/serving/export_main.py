@@ -55,7 +55,8 @@ def _run(experiment: Experiment, config_text: str) -> None:
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Too large a mesh fails at once.
     programs = StepPrograms(experiment)
-    state = None if export_flags.MODEL_DIR.value is None else _restored(programs)
+    is_trained = export_flags.MODEL_DIR.value is not None
+    state = _restored(programs, config_text) if is_trained else None
     # What the data refuse is said before anything is written.
     batches = _batches(experiment, options.calls) if BUNDLE in wanted else None
     # All or nothing: written elsewhere, then renamed.
@@ -156,11 +157,11 @@ def _output() -> pathlib.Path:
     return path
 
 
-def _restored(programs: StepPrograms) -> NestedMap:
+def _restored(programs: StepPrograms, config_text: str) -> NestedMap:
     """The state of the checkpoint that the flags name, in logical form."""
     folder = loop.Run(model_dir=export_flags.MODEL_DIR.value).checkpoint_dir
-    orders = programs.layer_orders
-    with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
+    how = {"orders": programs.layer_orders, "config": config_text}
+    with Checkpoints(folder, access=Access.READ, **how) as checkpoints:
         return checkpoints.restore(
             export_flags.STEP.value, TrainState.abstract(programs)
         )

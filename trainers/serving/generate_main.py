@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+from etils import epath
+
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.compiler.xla.processes import (
     check_takes_part,
@@ -27,6 +29,7 @@ from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoint_manifest import (
     ArraySpec,
     check_model,
+    config_changes,
 )
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
@@ -96,7 +99,7 @@ def _run(
     path = files.output_file(generate_flags.OUTPUT)
     settings = "\n".join([config_text, *_settings(search), repr(prompts)])
     with processes.together(membership, settings):
-        generator = _generator(experiment, membership, search, prompts)
+        generator = _generator(experiment, config_text, membership, search, prompts)
         try:
             with _output(path) as output:
                 _continue(generator, prompts, output)
@@ -195,6 +198,7 @@ def _continue(
 
 def _generator(
     experiment: Experiment,
+    config_text: str,
     membership: processes.Membership | None,
     search: Decoder,
     prompts: list[Prompt] | None,
@@ -213,11 +217,11 @@ def _generator(
             dataclasses.replace(experiment, task=task), rows, seed
         )
         programs = StepPrograms(experiment)
-        return Translator(programs, _restored(programs).weights())
+        return Translator(programs, _restored(programs, config_text).weights())
     programs = StepPrograms(experiment)
     return Generator(
         programs,
-        _restored(programs).weights(),
+        _restored(programs, config_text).weights(),
         search,
         cache_length=generate_flags.CACHE_LENGTH.value,
         max_tokens=generate_flags.MAX_TOKENS.value,
@@ -314,19 +318,26 @@ def _search(task: LanguageModel | Translation) -> Decoder:
     )
 
 
-def _restored(programs: StepPrograms) -> TrainState:
+def _restored(programs: StepPrograms, config_text: str) -> TrainState:
     """What `TrainState.weights` reads, of the checkpoint that the flags name."""
     folder = loop.Run(model_dir=generate_flags.MODEL_DIR.value).checkpoint_dir
+    step = generate_flags.STEP.value
     wanted = TrainState.abstract_weights(programs)
 
     def choose(saved: dict[str, ArraySpec]) -> NestedMap:
         there = {p: f for p, f in saved.items() if p.partition(".")[0] in wanted}
-        check_model(f"the checkpoint in {folder}", there, wanted)
+        newest = epath.Path(folder) / str(checkpoints.existing(step))
+        check_model(
+            f"the checkpoint in {folder}",
+            there,
+            wanted,
+            lambda: config_changes(newest, config_text),
+        )
         return wanted
 
     orders = programs.layer_orders
     with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
-        state = checkpoints.restore_part(generate_flags.STEP.value, choose)
+        state = checkpoints.restore_part(step, choose)
         restored = TrainState(programs, state)
         trained = checkpoints.metadata(restored.step).get("batches") or {}
     programs.experiment.task.check_vocabulary(trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tokenize
+from collections.abc import Mapping
 from typing import Any
 
 from gin import config_parser
@@ -36,6 +37,50 @@ def parameters(text: str) -> dict[str, Any]:
     Raises:
       ValueError: `text` is no configuration.
     """
+    values, macros = _statements(text)
+    for name, value in values.items():
+        seen = set()
+        while isinstance(value, _Reference) and value.text not in seen:
+            seen.add(value.text)
+            value = macros.get(value.text, value)
+        values[name] = value
+    return values
+
+
+def changed(before: str, now: str) -> list[str]:
+    """What differs between two operative configurations, a line for each.
+
+    Macros come first, such as `MODEL_DIMS: 64 -> 128`, and parameters that refer to
+    them do not differ; parameters of `Experiment` come last. Empty if one of the two
+    is no configuration.
+    """
+    try:
+        (values, macros), (new_values, new_macros) = map(_statements, (before, now))
+    except ValueError:
+        return []
+    rest = sorted(
+        values.keys() | new_values.keys(), key=lambda n: ("Experiment." in n, n)
+    )
+    names = [*sorted(macros.keys() | new_macros.keys()), *rest]
+    old, new = {**macros, **values}, {**new_macros, **new_values}
+    return [
+        f"{name.removeprefix('%')}: {shown(old, name)} -> {shown(new, name)}"
+        for name in names
+        if shown(old, name) != shown(new, name)
+    ]
+
+
+def shown(parameters: Mapping[str, Any], name: str) -> str:
+    """The value of a parameter as a gin file has it, or that it is not used."""
+    return repr(parameters[name]) if name in parameters else "not used"
+
+
+def _statements(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of parameters as they are written, and of macros, by `%NAME`.
+
+    Raises:
+      ValueError: `text` is no configuration.
+    """
     values, macros = {}, {}
     try:
         for statement in config_parser.ConfigParser(text, _AsText()):
@@ -49,13 +94,7 @@ def parameters(text: str) -> dict[str, Any]:
     # Checkpoints may be damaged.
     except (SyntaxError, tokenize.TokenError, RecursionError) as error:
         raise ValueError(f"no configuration: {error}") from error
-    for name, value in values.items():
-        seen = set()
-        while isinstance(value, _Reference) and value.text not in seen:
-            seen.add(value.text)
-            value = macros.get(value.text, value)
-        values[name] = value
-    return values
+    return values, macros
 
 
 def rounds_of_pipelines(metadata: Any) -> int | None:

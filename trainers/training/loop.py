@@ -129,8 +129,9 @@ def train_and_evaluate(
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(peers, leave))
-        keep, orders = programs.experiment.keep_checkpoints, programs.layer_orders
-        checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep, orders=orders)
+        keep = programs.experiment.keep_checkpoints
+        how = {"orders": programs.layer_orders, "config": run.config}
+        checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep, **how)
         loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
         return loop.run_to_end()
 
@@ -157,14 +158,13 @@ def evaluate_latest(
       CheckpointError: there is none, or see `Checkpoints.restore`.
       OSError: there is no data, or a folder cannot be written.
     """
-    folder, orders = run.checkpoint_dir, programs.layer_orders
-    with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
+    how = {"orders": programs.layer_orders, "config": run.config}
+    with Checkpoints(run.checkpoint_dir, access=Access.READ, **how) as checkpoints:
         abstract = TrainState.abstract(programs)
         state = TrainState(programs, checkpoints.restore(None, abstract))
     log_line("evaluating step %d", state.step)
-    folder = run.predictions_dir(state.step)
     with stop_on_signals(peers) as stop:
-        evaluation = evaluate(programs, state, stop, folder)
+        evaluation = evaluate(programs, state, stop, run.predictions_dir(state.step))
     if evaluation is None:
         return None
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:

@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.trainers.planning.tensorboard.summaries import Summaries
-from meshwright.trainers.startup.gin_text import is_rounds_of_pipeline, parameters
+from meshwright.trainers.startup.gin_text import (
+    is_rounds_of_pipeline,
+    parameters,
+    shown,
+)
 from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
@@ -31,9 +35,9 @@ def changes(before: str, now: str) -> str:
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     differ = [
-        f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
+        f"{name}: {shown(old, name)} -> {shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
-        if _shown(old, name) != _shown(new, name)
+        if shown(old, name) != shown(new, name)
     ]
     more = len(differ) - _MOST_SHOWN
     rest = [f"and {more} more"] if more > 0 else []
@@ -83,10 +87,6 @@ def note_changes(
         log_line(
             "the configuration differs from checkpoint step %d's: %s", step, changed
         )
-
-
-def _shown(parameters: dict[str, Any], name: str) -> str:
-    return repr(parameters[name]) if name in parameters else "not used"
 
 
 def write_hyperparameters(model_dir: str, config: str) -> None:

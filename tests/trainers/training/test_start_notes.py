@@ -9,6 +9,7 @@ import pytest
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.startup.gin_text import changed
 from meshwright.trainers.training import loop
 from meshwright.trainers.training.saved_config import (
     changes,
@@ -122,6 +123,14 @@ def test_changes_between_configurations():
         "Experiment.strict: False -> not used; x/CosineSchedule.start_value: 0.004 -> "
         "0.01"
     )
+    with_macros = CONFIG.replace("0.004", "0.01").replace("seed = 1", "seed = 2")
+    with_macros = with_macros.replace("600", "700")
+    assert changed(CONFIG, with_macros) == [
+        "RATE: 0.004 -> 0.01",
+        "CosineSchedule.end_step: 600 -> 700",
+        "Experiment.seed: 1 -> 2",
+    ]
+    assert changed("A.b = (1,", CONFIG) == []
     many = "".join(f"A.p{i} = 1\n" for i in range(13))
     assert changes("", many).endswith("; and 3 more")
     with pytest.raises(ValueError, match="no configuration"):

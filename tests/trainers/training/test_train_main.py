@@ -172,6 +172,7 @@ def test_checkpoint_of_another_model(straight, tmp_path, monkeypatch):
     assert "checkpoint step 20 in " in error
     expected = "scale is float32[16] in the checkpoint, float32[32] in this model"
     assert f"theta.final_norm.{expected}" in error
+    assert "\nconfigured when it was saved -> now:\n  " in error
     error = error_of(tmp_path / "run", "MODEL_DIMS = 32", mode="eval")
     assert "is of another model" in error
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
