@@ -18,8 +18,10 @@ import tensorflow as tf
 from meshwright.framework.compiler.xla.processes import gather_from_processes
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import Resume
+from meshwright.tasks.input.packed_rows import PackedRows
 from meshwright.trainers.experiment.experiment import Experiment
 
+_FIRST_ROWS = 256
 # How tf.data reports an exception in a Python function: with a copy of the traceback,
 # and as an InvalidArgumentError or the like.
 _RAISED = re.compile(
@@ -32,6 +34,22 @@ _ASSERTED = re.compile(r"assertion failed: (\[.*\])")
 _CANNOT_BE_SAVED = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 # The files of a checkpoint of TF.
 _FILES = {"index": ".index", "data": ".data-00000-of-00001"}
+
+
+def check_first(experiment: Experiment) -> None:
+    """Reads some training batches of tokens that a pipeline of the user's made.
+
+    Their ids may be none of the model's, which is better told before compiling. Other
+    inputs make their ids themselves.
+
+    Raises:
+      ValueError: the input refuses them.
+    """
+    task, rows = experiment.task, experiment.global_batch
+    if isinstance(task.input, PackedRows):
+        batches = task.train_batches(0, global_batch=rows, rows=range(rows))
+        for _ in arrays(batches.take(-(-_FIRST_ROWS // rows))):
+            pass
 
 
 class CallBatches:

@@ -26,7 +26,7 @@ from meshwright.trainers.checkpoints.checkpoint_initialize import (
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
 from meshwright.trainers.checkpoints.trained_files import write_files
 from meshwright.trainers.experiment import replication
-from meshwright.trainers.experiment.batches import CallBatches
+from meshwright.trainers.experiment.batches import CallBatches, check_first
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -183,8 +183,7 @@ class _Loop:
         stop: StopRequest,
     ):
         self.programs = programs
-        self.experiment = programs.experiment
-        self.run = run
+        self.experiment, self.run = programs.experiment, run
         self.checkpoints = checkpoints
         self.stop = stop
         self.fingerprint = {
@@ -205,6 +204,7 @@ class _Loop:
         if self.run.evaluate:
             check_held_out(self.experiment)
         self.checkpoints.check_newest(TrainState.abstract(self.programs))
+        check_first(self.experiment)
         trace(self.programs)
         for line in start_notes(self.programs):
             log_line("%s", line)

@@ -11,6 +11,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.token_dataset import PairDataset, TokenDataset
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.training import loop
 from tests.tasks.text.parallel_files import install_all
 from tests.tasks.text.test_translation import PLANS, SIZES
 from tests.trainers.parity import initial_state
@@ -95,7 +97,7 @@ def test_messages_name_the_class():
         TokenDataset(train=3, vocab_size=5)
 
 
-def test_an_id_beyond_the_vocabulary_stops_the_run():
+def test_an_id_beyond_the_vocabulary_stops_the_run(tmp_path, monkeypatch):
     how = {"global_batch": 5, "rows": range(5)}
     (batch,) = dataset(vocab_size=41).train_batches(0, **how).take(1)
     assert batch.ids.shape == [5, S]
@@ -103,6 +105,12 @@ def test_an_id_beyond_the_vocabulary_stops_the_run():
     message = "labels has an id that is not below vocab_size = 40"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         next(iter(batches))
+    experiment = small_programs().experiment
+    task = dataclasses.replace(experiment.task, text=dataset(vocab_size=40))
+    programs = StepPrograms(dataclasses.replace(experiment, task=task))
+    monkeypatch.setattr(loop, "trace", None)  # Before anything is traced.
+    with pytest.raises(ValueError, match=f"the input is refused: .*{message}"):
+        loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
 
 
 def of_texts(text: TextInput, batch: int) -> TokenDataset:
