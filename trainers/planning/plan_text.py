@@ -42,7 +42,7 @@ def _table(section: Section) -> Iterator[str]:
             column.text(_sum([row[column.field] for row in rest]))
             for column in columns[:numbers]
         ]
-        rows.append([*sums, f"{len(rest)} more"])
+        rows.append([*sums, f"in {len(rest)} more rows"])
     widths = [
         max(len(row[i]) for row in rows if i < len(row)) for i in range(len(columns))
     ]

@@ -49,11 +49,16 @@ def log_line(text: str, *args: Any) -> None:
 
 
 class _LogLines:
-    """A file for tqdm that logs each state of a bar as a line."""
+    """A file for tqdm that logs each state of a bar as a line, once."""
+
+    def __init__(self):
+        self._last = ""
 
     def write(self, text: str) -> None:
-        if text := text.strip():
+        text = text.strip()
+        if text and text != self._last:  # A bar that ends writes once more.
             logging.info("%s", text)
+            self._last = text
 
     def flush(self) -> None:
         pass

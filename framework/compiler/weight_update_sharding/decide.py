@@ -150,10 +150,16 @@ def _gainful(
     best = _best(cluster, kept or options)
     if best.layout is None or (kept and best.gain > 0):
         return best
-    why = f"a step would take {-best.gain * 1e6:.1f} us longer, by estimate"
+    why = f"a step would take {longer(-best.gain)}, by estimate"
     if not kept:
         why = "the few updates that gain by it gain less than a gather waits"
     return dataclasses.replace(best, layout=None, why=why, state_saved_bytes=0)
+
+
+def longer(seconds: float) -> str:
+    """How much longer something takes; "no less time" if by less than 0.05 us."""
+    text = f"{seconds * 1e6:.1f}"
+    return "no less time" if text == "0.0" else f"{text} us longer"
 
 
 # Of a batch of gathers latency is this share at most.

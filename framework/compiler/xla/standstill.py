@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -175,20 +176,25 @@ def _text(program: Program, seconds: float) -> str:
         waits = _collective_lines(program)
     except Exception as error:  # The process ends: it reports as much as it can.
         waits = [f"(its collectives cannot be read: {error})"]
-    lines = "\n".join(f"  {line}" for line in waits)
-    return (
+    threads = os.environ.get("PJRT_NPROC")
+    paragraphs = (
         f"{program.name}: a call stands still: for {seconds:.0f} s none of XLA's "
         f"threads has run. Devices {devices} of mesh ({program.mesh}) wait for each "
-        f"other in some of these collectives:\n{lines}\n"
-        "Either some devices never reach a collective: a branch or a loop of a manual "
-        "region that has one needs a predicate that is the same on all devices. Or "
-        "threads are short: a device that waits holds a thread, and what it waits for "
-        f"needs another; XLA has PJRT_NPROC = {os.environ.get('PJRT_NPROC')} threads "
-        "in each pool. Leave PJRT_NPROC to set_platform, or raise it, or wait for "
-        "results before more calls are made. The process ends here, since such a call "
-        "cannot be interrupted; set_platform(..., standstill_seconds=None) lets it "
-        "wait."
+        "other in some of these collectives:",
+        *(f"  {line}" for line in waits),
+        "Either some devices never reach one: have the branch or loop of a manual "
+        "region that it is in decide the same on all devices.",
+        f"Or threads are short: XLA has PJRT_NPROC = {threads} in each pool. Raise it, "
+        "or leave it to set_platform, or wait for results before more calls are made.",
+        "The process ends here; set_platform(..., standstill_seconds=None) lets it "
+        "wait.",
     )
+    return "\n".join(map(_folded, paragraphs))
+
+
+def _folded(paragraph: str) -> str:
+    how = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(paragraph, 80, subsequent_indent="    ", **how)
 
 
 def _collective_lines(program: Program) -> list[str]:

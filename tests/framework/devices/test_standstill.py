@@ -72,9 +72,10 @@ def test_devices_that_stand_still_end_the_process_which_says_where():
     ran = _run(_MANY_CALLS.format(devices=4, callers=1), PJRT_NPROC="4")
     assert ran.returncode == standstill.STATUS, ran.stderr
     assert "add_all: a call stands still: for 3 s none of XLA's threads" in ran.stderr
-    assert "Devices 0, 1, 2, 3 of mesh (X=4) wait for each other in" in ran.stderr
-    assert "  all-reduce all-reduce along X: jit(add_all)/tf_program/Sum" in ran.stderr
-    assert "XLA has PJRT_NPROC = 4 threads in each pool" in ran.stderr
+    told = ran.stderr.replace("\n    ", " ")  # As it is folded.
+    assert "Devices 0, 1, 2, 3 of mesh (X=4) wait for each other in" in told
+    assert "  all-reduce all-reduce along X: jit(add_all)/tf_program/Sum" in told
+    assert "XLA has PJRT_NPROC = 4 in each pool. Raise it" in told
     # Where each of Python's threads is.
     assert re.search(r'File "<string>", line \d+ in call\n', ran.stderr)
 

@@ -18,6 +18,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
     batch_bytes,
+    longer,
 )
 from meshwright.framework.compiler.weight_update_sharding.decisions import (
     UpdateLine,
@@ -146,6 +147,11 @@ def test_auto_leaves_alone_what_does_not_pay():
     with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
         free = analysis.decide(NO_LATENCY, AUTO)["m w"]
         assert free.layout is not None and free.gain > 0
+
+
+def test_a_gain_that_rounds_to_none_is_no_number():
+    assert longer(1e-6) == "1.0 us longer"
+    assert longer(1e-9) == longer(0.0) == "no less time"
 
 
 def test_that_no_update_is_sharded_is_said_with_a_reason():

@@ -55,6 +55,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then(monkeypatch, caplog, capf
             now[0] = float(step)
             bar.set_postfix_str(f"loss={step}", refresh=False)
             bar.update()
+        bar.refresh()  # As at its end, if it was shown just before.
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "training: 15 of 100, 00:15 so far, 01:25 to go, loss=15"
     assert lines[-1] == "training: 100 of 100, 01:40 so far, 00:00 to go, loss=100"
