@@ -44,6 +44,10 @@ from meshwright.framework.sizes import counted
 _AROUND = 3
 """Lines of code that are shown before and after a tensor's."""
 _TRACED = "what propagation says, before XLA compiles"
+_SENT_NOTE = (
+    "What is sent is what propagation asks for, in all steps of a call: XLA combines, "
+    "shares and leaves out some of it. A plan counts what is left, for one step."
+)
 
 
 class Lines:
@@ -119,6 +123,7 @@ def of_reasons(
 ) -> dict[str, Any]:
     """The same of a program that is only traced, by propagation alone."""
     values = _Values(reasons.mesh, lines)
+    is_gspmd = partitioner is Partitioner.GSPMD
     sent: dict[str, list[int]] = {}
     for transfer in transfers(reasons):
         sent.setdefault(transfer.at, []).append(values.transfer(transfer))
@@ -138,7 +143,7 @@ def of_reasons(
     return values.document(
         name=reasons.name,
         how=_TRACED,
-        note=GSPMD_NOTE if partitioner is Partitioner.GSPMD else "",
+        note=(f"{GSPMD_NOTE} " if is_gspmd else "") + _SENT_NOTE,
         tensors=tensors,
         elsewhere=[number for left in sent.values() for number in left],
     )

@@ -298,7 +298,10 @@ def _collectives(document: Document) -> Iterator[Section]:
     notes = ["There are none." if document["fits"] else "Not known if refused."]
     if collectives:
         total = bytes_text(sum(row["bytes"] for row in collectives))
-        notes = [f"{total} in total; bytes are those of a group's full tensors."]
+        notes = [
+            f"{total} in total, in one step of the compiled program; bytes are those "
+            "of a group's full tensors."
+        ]
     if any(row["seconds"] == 0 and row["bytes"] for row in collectives):
         notes.append(
             "Collectives that take no time stay within a chip: its cores exchange data "

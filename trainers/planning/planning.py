@@ -378,7 +378,7 @@ def _sent(
                 axes=collective.axes,
                 op_name=collective.op_name,
                 count=math.prod(loop.trips or 1 for loop in loops),
-                bytes=collective.bytes,
+                bytes=collective.group_bytes,
                 seconds=None,
             )
         )

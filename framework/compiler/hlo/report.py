@@ -62,6 +62,12 @@ class Collective:
     bytes: int
     op_name: str
 
+    @property
+    def group_bytes(self) -> int:
+        """Size of the full tensors of one of its groups."""
+        parts = len(self.groups[0]) if self.kind == "reduce-scatter" else 1
+        return self.bytes * parts
+
 
 def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
     """All collectives of an optimized module for `mesh`, in textual order.

@@ -360,9 +360,7 @@ class Walk(abc.ABC):
             kind = collective.kind if starts else "reduce-scatter"
         if collective is None:
             return None
-        size = collective.bytes
-        if collective.kind == "reduce-scatter":
-            size *= len(collective.groups[0])
+        size = collective.group_bytes
         trips = math.prod(loop.trips for loop in loops)
         seconds, waiting = self.sending(op, collective, kind, size)
         return CollectiveTime(

@@ -340,6 +340,7 @@ def test_a_program_too_large_to_compile_has_a_page():
     (data,) = values(page_text(program))["programs"]
     assert max(tensor["held"] for tensor in data["tensors"]) > MEMORY
     assert data["how"] == "what propagation says, before XLA compiles"
+    assert "A plan counts what is left, for one step." in data["note"]
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path):
