@@ -16,6 +16,8 @@ from meshwright.tasks.input.example_order import SEEDS, BatchRows
 
 ROW_WEIGHTS = "row_weights"
 """The name of what tells examples, 1, from rows that fill up a batch, 0."""
+OF_DATASET = "the dataset of"
+"""What begins the name of a pipeline's description in a fingerprint."""
 
 _READY_BATCHES = 2
 _NAMES = ("x", "y", "sample_weight")
@@ -99,7 +101,7 @@ class DatasetInput(BatchedInput):
         return {
             f"{self._name}.train": getattr(self.train, "__name__", "a function"),
             f"{self._name}.seed": self.seed,
-            f"the dataset of {self._name}.train": self._description,
+            f"{OF_DATASET} {self._name}.train": self._description,
         }
 
     def _examples(self, field: str, seed: int | None = None) -> tf.data.Dataset | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
@@ -23,6 +24,7 @@ from meshwright.layers.basic.token_loss import TokenLoss, token_loss
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
 from meshwright.layers.stacks.loss_by_parts import check_parts, loss_by_parts
 from meshwright.tasks.input.batched_input import TokenInput
+from meshwright.tasks.input.dataset_input import OF_DATASET
 from meshwright.tasks.task import Task, TaskLoss
 from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metrics
 from meshwright.tasks.text.vocabulary import VOCABULARY_FILE, SentencePieceVocabulary
@@ -247,11 +249,24 @@ class TextTask(Task):
     def check_vocabulary(self, trained: Mapping[str, Any]) -> None:
         """Checks the vocabulary against that in a training's `data_fingerprint`.
 
+        Warns where there is none, as the tokens were a pipeline's.
+
         Raises:
           ValueError: it is another.
         """
         wanted = trained.get("vocabulary")
         if wanted is None:
+            if any(name.startswith(OF_DATASET) for name in trained):
+                name = "TextInput's bytes"
+                if self.subwords is not None:
+                    digest = self.text.trained_vocabulary().sha256[:12]
+                    name = f"{self.subwords.model_file} (SHA-256 {digest}...)"
+                logging.warning(
+                    "the weights were trained on ids of a pipeline, of which no "
+                    "vocabulary was saved: text is read and written by %s, and nothing "
+                    "checks that it is the pipeline's",
+                    name,
+                )
             return
         if self.subwords is None or self.text.trained_vocabulary().sha256 != wanted:
             raise ValueError(

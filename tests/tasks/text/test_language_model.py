@@ -160,7 +160,7 @@ def test_bits_per_byte_of_subwords_are_of_the_held_out_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
-def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path, place):
+def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path, caplog, place):
     pytest.importorskip("sentencepiece")
     source = tmp_path / "source"
     source.mkdir()
@@ -193,6 +193,11 @@ def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path, place):
     assert not model().trained_files()
     assert model().as_trained(folder) == model()
     model().check_vocabulary({})
+    assert not caplog.records
+    for each, name in ((model(), "TextInput's bytes"), (restored, f"{folder}/vocab")):
+        each.check_vocabulary({"the dataset of TokenDataset.train": "40 x ids"})
+        assert "trained on ids of a pipeline, of which no vocab" in caplog.text
+        assert f"text is read and written by {name}" in caplog.text
     with pytest.raises(ValueError, match="vocabulary is not the one"):
         model().check_vocabulary(trained)
 
