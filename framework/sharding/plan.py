@@ -280,9 +280,9 @@ class UnusedEntry:
 
     def __str__(self) -> str:
         hint = f"; do you mean {' or '.join(self.near)}?" if self.near else ""
-        does = "splits" if as_axes(self.axes) else "has an entry for"
+        does = "splits dim" if as_axes(self.axes) else "has an entry for dim"
         return (
-            f"ShardingPlan.{self.table} {does} dim {self.dim!r}, which no "
+            f"ShardingPlan.{self.table} {does} {self.dim!r}, which no "
             f"{self.table.removesuffix('s')} has{hint}"
         )
 

@@ -103,22 +103,6 @@ def test_file_of_the_working_directory_wins(params, tmp_path):
     assert config.find_gin_file(str(params / "lm" / "big")) == params / "lm" / "big.gin"
 
 
-def test_an_included_file_may_lie_beside_the_one_that_includes_it(params, tmp_path):
-    job = tmp_path / "job"
-    job.mkdir()
-    (job / "mine.gin").write_text("include 'lm/big'\ninclude 'part'\n")
-    (job / "part.gin").write_text("Inner.depth = 3\n")
-    (tmp_path / "cwd" / "part.gin").write_text("Inner.depth = 4\n")
-    for name in (str(job / "mine"), "../job/mine.gin"):
-        config.load([name])
-        assert config.build(Outer).first.depth == 3
-    (job / "part.gin").rename(job / "parts.gin")
-    (tmp_path / "cwd" / "part.gin").unlink()
-    message = f"no gin file 'part', neither from {job} nor .*\n  Did you mean parts.gin"
-    with pytest.raises(config.ConfigError, match=message):
-        config.load([job / "mine"])
-
-
 def test_shipped_files_lie_beside_the_package():
     assert config.PARAMS.is_dir()
 
