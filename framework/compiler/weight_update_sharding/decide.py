@@ -158,8 +158,8 @@ def _gainful(
 
 def longer(seconds: float) -> str:
     """How much longer something takes; "no less time" if by less than 0.05 us."""
-    text = f"{seconds * 1e6:.1f}"
-    return "no less time" if text == "0.0" else f"{text} us longer"
+    us = seconds * 1e6
+    return "no less time" if us < 0.05 else f"{us:.1f} us longer"
 
 
 # Of a batch of gathers latency is this share at most.

@@ -151,7 +151,7 @@ def test_auto_leaves_alone_what_does_not_pay():
 
 def test_a_gain_that_rounds_to_none_is_no_number():
     assert longer(1e-6) == "1.0 us longer"
-    assert longer(1e-9) == longer(0.0) == "no less time"
+    assert longer(1e-9) == longer(-0.0) == "no less time"
 
 
 def test_that_no_update_is_sharded_is_said_with_a_reason():
