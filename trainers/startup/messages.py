@@ -20,14 +20,20 @@ _LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go{pos
 
 
 class LogFormat(python_logging.Formatter):
-    """Time, level and message; lines that are wider than a screen go on indented."""
+    """Time, level and message.
+
+    On a terminal, lines that are wider than a screen go on indented. In a file they
+    stay whole, for those who search it.
+    """
 
     def __init__(self):
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: python_logging.LogRecord) -> str:
-        lines = super().formatMessage(record).splitlines()
-        return "\n".join(part for line in lines for part in _folded(line))
+        text = super().formatMessage(record)
+        if not is_live():
+            return text
+        return "\n".join(part for line in text.splitlines() for part in _folded(line))
 
 
 def _folded(line: str) -> list[str]:

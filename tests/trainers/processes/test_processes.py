@@ -114,8 +114,7 @@ class Group:
 
     @property
     def outputs(self) -> list[str]:
-        folded = re.compile(r"\n {4}(?=\S)")  # As `LogFormat` does.
-        return [folded.sub(" ", log.read_text()) for log in self.logs]
+        return [log.read_text() for log in self.logs]
 
 
 @pytest.fixture

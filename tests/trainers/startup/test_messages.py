@@ -32,9 +32,12 @@ def test_an_error_is_told_so():
     assert "    \\x1b[2J = 1\n" in stopped.value.code
 
 
-def test_long_lines_of_a_log_are_folded():
+def test_long_lines_of_a_log_are_folded_on_a_terminal(monkeypatch):
     text = "a name " + "x" * 90 + "\n  and words" * 2 + " of a long line" * 5
     record = logging.LogRecord("absl", logging.INFO, "", 0, "%s", (text,), None)
+    monkeypatch.setattr(messages, "is_live", lambda: False)
+    assert messages.LogFormat().format(record).endswith(f" INFO {text}")
+    monkeypatch.setattr(messages, "is_live", lambda: True)
     first, *others = messages.LogFormat().format(record).splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d INFO a name", first)
     assert others[:3] == [f"    {'x' * 90}", "  and words", others[2]]
