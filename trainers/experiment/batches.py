@@ -40,13 +40,15 @@ def check_first(experiment: Experiment) -> None:
     """Reads some training batches of tokens that a pipeline of the user's made.
 
     Their ids may be none of the model's, which is better told before compiling. Other
-    inputs make their ids themselves.
+    inputs make their ids themselves. A pipeline that begins anew may hand out each row
+    once, such as a `tf.data` service; nothing is taken from it.
 
     Raises:
       ValueError: the input refuses them.
     """
     task, rows = experiment.task, experiment.global_batch
-    if isinstance(task.input, PackedRows):
+    given = task.input
+    if isinstance(given, PackedRows) and given.resume is not Resume.ANEW:
         batches = task.train_batches(0, global_batch=rows, rows=range(rows))
         for _ in arrays(batches.take(-(-_FIRST_ROWS // rows))):
             pass

@@ -8,9 +8,11 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.batched_input import Resume
 from meshwright.tasks.input.token_dataset import PairDataset, TokenDataset
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.batches import check_first
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.tasks.text.parallel_files import install_all
@@ -111,6 +113,9 @@ def test_an_id_beyond_the_vocabulary_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "trace", None)  # Before anything is traced.
     with pytest.raises(ValueError, match=f"the input is refused: .*{message}"):
         loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
+    anew = dataclasses.replace(task.text, resume=Resume.ANEW)
+    task = dataclasses.replace(task, text=anew)
+    check_first(dataclasses.replace(experiment, task=task))  # It takes no row.
 
 
 def of_texts(text: TextInput, batch: int) -> TokenDataset:
