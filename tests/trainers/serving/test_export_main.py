@@ -119,3 +119,12 @@ def test_a_bundle_that_lacks_data_is_refused_before_anything_is_written(
     assert "saved_model:" not in shown.out
     assert re.search("there is no folder '/none'.*--what=saved_model", shown.err)
     assert not any(tmp_path.iterdir())
+
+
+def test_nothing_is_left_of_an_export_that_fails(straight, tmp_path, capfd):
+    _, folder = straight()
+    flags = {"model_dir": str(folder), "what": "saved_model,keras"}
+    assert call_main(tmp_path / "out", **flags) == 1
+    shown = capfd.readouterr()
+    assert "saved_model:" in shown.out and "is no KerasModel" in shown.err
+    assert not any(tmp_path.iterdir())
