@@ -82,7 +82,7 @@ class Places:
 
     @property
     def file(self) -> str | None:
-        """The file of the statement that gin is at; None at a file of its own."""
+        """The file of the statement that gin is at; None if it is in none."""
         return (self._open[-1].filename or None) if self._open else None
 
     @property
