@@ -202,10 +202,15 @@ def differences(
 
 
 def config_changes(folder: epath.Path, config: str) -> list[str]:
-    """How `config` differs from that of the checkpoint in `folder`, a line for each."""
-    metadata = read_json(folder, "metadata")
-    saved = metadata.get("config") if isinstance(metadata, Mapping) else None
-    return changed(saved, config) if saved and config else []
+    """How `config` differs from that of the checkpoint in `folder`, a line for each.
+
+    Empty if one of the two is unknown.
+    """
+    try:
+        saved = read_json(folder, "metadata")["config"]
+    except (OSError, ValueError, KeyError, TypeError):  # It may be damaged.
+        return []
+    return changed(saved, config) if isinstance(saved, str) and saved and config else []
 
 
 def check_model(

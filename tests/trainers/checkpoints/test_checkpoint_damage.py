@@ -13,6 +13,7 @@ from etils import epath
 
 from meshwright.framework.compiler.xla.processes import gather_from_processes
 from meshwright.trainers.checkpoints import checkpoint_digests as digests
+from meshwright.trainers.checkpoints.checkpoint_manifest import config_changes
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
     CheckpointError,
@@ -325,6 +326,9 @@ def test_metadata_that_is_none(saved):
     message = r"the metadata of checkpoint .*/2 cannot be read .*it is a list, no dict"
     with Checkpoints(saved) as reader, pytest.raises(CheckpointError, match=message):
         reader.metadata(2)
+    for text in ("[]", "{", "{}", '{"config": [1]}'):
+        (saved / "2" / "metadata" / "metadata").write_text(text)
+        assert config_changes(epath.Path(saved / "2"), "A.b = 1") == []
 
 
 def test_descriptions_of_many_bytes_are_not_read(saved, monkeypatch):
