@@ -301,8 +301,8 @@ def _why_inoperative(binding: Binding) -> str | None:
             shapes = [b for b in bindings() if key_text(b.key) == _SHAPE_OF_PLAN]
             if not shapes and not bound_parameters("ShardingPlan"):
                 return _no_plan()
-            if shapes:
-                return f"`{shapes[0]}` is bound without it: change that instead"
+            if shapes and macro not in referred:
+                return f"`{shapes[0]}` does not refer to it: change that instead"
         unused = f"nothing in use refers to %{macro}"
         if here := of_macro(macro):
             return f"{unused}: {here}"

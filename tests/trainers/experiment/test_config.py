@@ -294,6 +294,9 @@ def test_a_mesh_without_a_plan_is_told_to_include_one():
     )
     with pytest.raises(config.ConfigError, match=message):
         config.check_all_referred("Outer")
+    config.load([], ["MESH_SHAPE = (4, 2)", "ShardingPlan.mesh_shape = (2, 4)"])
+    with pytest.raises(config.ConfigError, match=r"\(2, 4\)` does not refer to it: ch"):
+        config.check_all_operative()
 
 
 def test_errors_of_the_classes_themselves_pass_through():
