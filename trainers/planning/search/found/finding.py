@@ -318,8 +318,8 @@ class Finder:
         """Has the neighbours of a plan wait.
 
         They are its best by rough cost with another choice for a name or for two that
-        clash, those with another choice for a name that products lack, and the same
-        plan for another step.
+        clash, those with another choice for a name that products lack, those in which
+        two mesh axes change places, and the same plan for another step.
         """
         point = found.point
         self._around.add(point)
@@ -335,6 +335,10 @@ class Finder:
                 minor = _MINOR * self.cost(found) * (scores[i] == scores[0])
                 other = dataclasses.replace(point, masks=tuple(map(int, masks[i])))
                 self._wait(other, scores[i] + more + minor)
+        for exchanged in _exchanged(point, rough):
+            score = self.score(rough, point.step, np.array([exchanged.masks]))[0]
+            if score < _TOO_LARGE:
+                self._wait(exchanged, score + more)
         for step in range(len(self.steps)):
             if step != point.step:
                 score = self.score(self.rough(step, point.shape), step, masks[:1])[0]
@@ -366,6 +370,24 @@ def _neighbours(masks: Sequence[int], rough: RoughPlans) -> Iterator[tuple[int, 
                     left = masks[other] & ~mask
                     changed[other] = left if left in rough.allowed[other] else 0
                 yield tuple(changed)
+
+
+def _exchanged(point: Point, rough: RoughPlans) -> Iterator[Point]:
+    """The plan with two mesh axes of other sizes in each other's place.
+
+    No changes of single names lead there but by worse plans.
+    """
+    for i, j in itertools.combinations(range(len(point.shape)), 2):
+        both = 1 << i | 1 << j
+        masks = tuple(
+            mask ^ both if mask & both not in (0, both) else mask
+            for mask in point.masks
+        )
+        allowed = all(
+            mask in choices for mask, choices in zip(masks, rough.allowed, strict=True)
+        )
+        if allowed and point.shape[i] != point.shape[j]:
+            yield dataclasses.replace(point, masks=masks)
 
 
 def mesh_shapes(torus: Topology, most_axes: int) -> list[tuple[int, ...]]:

@@ -198,6 +198,17 @@ def test_a_name_takes_axes_from_all_that_it_clashes_with(finder):
     assert taken in {*finding._neighbours(plan, finder.finder.rough(0, (4, 2)))}
 
 
+def test_axes_of_other_sizes_change_places(finder):
+    search = fresh(finder)
+    tables = {"weights": {"model": 1, "hidden": 2}, "activations": {"batch": 1}}
+    swapped = {"weights": {"model": 2, "hidden": 1}, "activations": {"batch": 2}}
+    for shape, waits in (((4, 2), True), ((2, 2, 2), False)):
+        search._waiting, search._seen = [], set()
+        search._wait_around(search.look_up(Point(0, shape, masks(finder, **tables))))
+        other = Point(0, shape, masks(finder, **swapped))
+        assert (other in {point for _, point in search._waiting}) == waits
+
+
 def test_meshes_have_their_largest_axis_first():
     assert mesh_shapes(topology("v3:2x2"), 3) == [(8,), (4, 2), (2, 2, 2)]
 
