@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import itertools
 import math
 import os
@@ -109,7 +111,7 @@ def topology(name: str) -> Topology | GpuTopology:
     if size and not well_formed:
         raise ValueError(
             f"TPU topology {name!r}: give the chips along each dim as numbers from 1, "
-            f"joined by 'x', as in {example!r}"
+            f"joined by 'x', as in {example!r}{_near(name)}"
         )
     chips = tuple(int(n) for n in size.split("x")) if well_formed else ()
     if len(chips) != len(kind.largest) or any(
@@ -127,18 +129,31 @@ _CLOUD_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
 
 
 def _near(name: str) -> str:
-    """For a message: the topology of what is named as a type of machine is, "v5e-8"."""
-    match = re.fullmatch(r"([a-z0-9]+?)(?:-|:)(\d+(?:x\d+)*)", name)
+    """For a message: the topology of a name in other letters, or of a machine's type.
+
+    "V5E:2x4", "tpu-v5e:2x4" and "v5e-8" are all near to "v5e:2x4".
+    """
+    match = re.fullmatch(r"([a-z0-9-]+?)[-:]([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
     if match is None:
         return ""
-    kind, size = _CLOUD_NAMES.get(match[1], match[1]), match[2]
+    kind, size = match[1].removeprefix("tpu-"), match[2]
+    kind = _CLOUD_NAMES.get(kind, kind)
+    for known in difflib.get_close_matches(kind, (*TPU_KINDS, *GPU_KINDS), cutoff=0.75):
+        if near := _of_kind(known, size):
+            return f"; did you mean {near!r}?"
+    return ""
+
+
+def _of_kind(kind: str, size: str) -> str:
+    """The topology of a kind with a size, or with so many devices; "" if none is."""
     if kind in GPU_KINDS or "x" in size:
-        known = kind in GPU_KINDS or kind in TPU_KINDS
-        return f"; did you mean '{kind}:{size}'?" if known else ""
-    # These names count the two cores of a v5p chip, which are one device.
+        with contextlib.suppress(ValueError):
+            return topology(f"{kind}:{size}").name
+        return ""
+    # Names of machines count the two cores of a v5p chip, which are one device.
     devices = int(size) // 2 if kind == "v5p" else int(size)
     boxes = [box for box in of_size(devices) if box.kind.name == kind]
-    return f"; did you mean {boxes[0].name!r}?" if boxes else ""
+    return boxes[0].name if boxes else ""
 
 
 def of_size(size: int) -> list[Topology]:

@@ -59,6 +59,7 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 _OPTIONS = tuple(FunctionOptions.__annotations__)
+_SWITCHES = frozenset({"strict", "check_types", "in_child"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -397,6 +398,7 @@ def function(
         raise TypeError(
             f"{name}: function has no option {option!r}; it has {', '.join(_OPTIONS)}"
         )
+    check_switches(name, options)
     check_mesh(mesh, name)
     if layout is None or isinstance(layout, Mapping):
         layout = LayoutTable(layout or {}, name)
@@ -420,3 +422,12 @@ def check_mesh(mesh: Any, name: str) -> None:
             f"{name}: the mesh is {mesh!r}; pass a DeviceMesh, such as "
             'DeviceMesh(("data", "model"), (2, 4))'
         )
+
+
+def check_switches(name: str, options: Mapping[str, Any]) -> None:
+    """Raises TypeError for an option that is to be True or False and is not."""
+    for option in _SWITCHES & options.keys():
+        if not isinstance(options[option], bool):
+            raise TypeError(
+                f"{name}: {option} is {options[option]!r}; pass True or False"
+            )

@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -30,6 +30,7 @@ from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.functions.function import (
     MeshFunction,
     check_mesh,
+    check_switches,
     function,
 )
 from meshwright.framework.functions.keras_files import (
@@ -282,7 +283,8 @@ def distribute(
       The model.
 
     Raises:
-      TypeError: it is no Keras model of the TensorFlow backend; or an unknown option.
+      TypeError: it is no Keras model of the TensorFlow backend; an unknown option, or
+        one of another type.
       ValueError: it was made in the scope of a `tf.distribute` strategy; an unknown
         layout; a mesh of more devices than exist; a row that is
         for no axis of the mesh; or, if the model is built, a row of another rank than
@@ -292,13 +294,7 @@ def distribute(
     _check_model(model)
     _check_options(model, options)
     check_mesh(mesh, model.name)
-    axes = batch_axes(layout, mesh) if data_axes is None else as_axes(data_axes)
-    axes = tuple(axes)
-    if len(set(axes)) < len(axes) or not set(axes) <= {*mesh.axis_names}:
-        raise ValueError(
-            f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
-            f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
-        )
+    axes = _data_axes(model, mesh, layout, data_axes)
     made = _Distributed(
         model=model,
         mesh=mesh,
@@ -440,6 +436,22 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
             f"{model.name}: distribute has no option {option!r}"
             f"{did_you_mean(option, _OPTIONS)}; it has {', '.join(_OPTIONS)}"
         )
+    check_switches(model.name, options)
+
+
+def _data_axes(model: Any, mesh: DeviceMesh, layout: Any, axes: Any) -> tuple[str, ...]:
+    """The mesh axes that split a batch; see `distribute`."""
+    if axes is None:
+        return tuple(batch_axes(layout, mesh))
+    is_one_or_more = isinstance(axes, (str, Iterable))
+    given = as_axes(axes) if is_one_or_more else ()
+    are_of_mesh = all(axis in mesh.axis_names for axis in given)
+    if is_one_or_more and are_of_mesh and len({*given}) == len(given):
+        return given
+    raise (ValueError if is_one_or_more else TypeError)(
+        f"{model.name}: data_axes is {axes!r}; pass some of the mesh's axes "
+        f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
+    )
 
 
 def _updates(

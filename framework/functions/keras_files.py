@@ -259,10 +259,10 @@ def backup(folder: str | os.PathLike) -> Any:
             if epoch >= self.params["epochs"]:
                 logging.warning(
                     "%s has a training of %d epochs, and fit is to end after %d: "
-                    "nothing is left to train; for a new training pass another folder",
-                    folder,
-                    epoch,
-                    self.params["epochs"],
+                    "nothing is left to train, and the history of fit is empty; to "
+                    "train on pass more epochs, as epochs=%d, or another folder for a "
+                    "new training",
+                    *(folder, epoch, self.params["epochs"], epoch + 1),
                 )
 
         def on_epoch_begin(self, epoch, logs=None):

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import numbers
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -216,12 +217,18 @@ def first_batch(
       x, y, sample_weight, batch_size: see `mw.keras.program`.
 
     Raises:
-      ValueError: the data have no batches, a spec lacks a size, or there are specs and
-        a batch size.
+      TypeError: the batch size is no int.
+      ValueError: the data have no batches, or different numbers of rows; a spec lacks a
+        size, or there are specs and a batch size; or that is less than 1.
     """
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.utils import pack_x_y_sample_weight
 
+    if batch_size is not None and not isinstance(batch_size, numbers.Integral):
+        raise TypeError(f"{model.name}: batch_size is {batch_size!r}; pass an int")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"{model.name}: batch_size is {batch_size}; pass 1 or more")
+    _check_rows(model.name, x=x, y=y, sample_weight=sample_weight)
     specs = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if _is_spec(leaf)]
     if specs and batch_size is not None:
         raise ValueError(
@@ -250,6 +257,25 @@ def first_batch(
     if data is None:
         raise ValueError(f"{model.name}: the data have no batches: pass those of fit")
     return batch_of(data, iterator.element_spec)
+
+
+def _check_rows(name: str, **data: Any) -> None:
+    """Raises ValueError for arrays, or specs, that differ in their numbers of rows."""
+    rows = {}
+    for argument, nest in data.items():
+        leaves = [leaf for leaf in tf.nest.flatten(nest) if hasattr(leaf, "shape")]
+        shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
+        sizes = {shape[0] for shape in shapes if shape.rank} - {None}
+        if sizes:
+            rows[argument] = sorted(sizes)
+    if len({size for sizes in rows.values() for size in sizes}) > 1:
+        listed = ", ".join(
+            f"{argument} has {' and '.join(map(str, sizes))}"
+            for argument, sizes in rows.items()
+        )
+        raise ValueError(
+            f"{name}: numbers of rows differ: {listed}; pass the same number in all"
+        )
 
 
 def _is_spec(leaf: Any) -> bool:

@@ -6,8 +6,10 @@ import dataclasses
 import difflib
 import functools
 import math
+import numbers
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +50,7 @@ class DeviceMesh:
         default, None, is 0, 1, 2, ... Any order is kept, in collectives too.
 
     Raises:
-      TypeError: the names are no strings, or the shape is no numbers.
+      TypeError: the names are no sequence of strings, or shape or ids none of ints.
       ValueError: names repeat, or names, shape and ids do not agree.
     """
 
@@ -57,10 +59,9 @@ class DeviceMesh:
     device_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "axis_names", tuple(self.axis_names))
-        shape = tuple(self.shape)
-        _check_order(self.axis_names, shape)
-        object.__setattr__(self, "shape", tuple(int(n) for n in shape))
+        names, shape = _names_and_shape(self.axis_names, self.shape)
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "shape", shape)
         if len(self.axis_names) != len(self.shape):
             raise ValueError(
                 f"device mesh names {len(self.axis_names)} axes {self.axis_names} "
@@ -76,7 +77,12 @@ class DeviceMesh:
         if any(n < 1 for n in self.shape):
             raise ValueError(f"device mesh shape {self.shape} must be positive")
         if self.device_ids is not None:
-            ids = tuple(int(i) for i in np.asarray(self.device_ids).flat)
+            ids = np.asarray(self.device_ids)
+            if ids.size and ids.dtype.kind not in "iu":
+                raise TypeError(
+                    f"device_ids of a device mesh is {self.device_ids!r}; pass ints"
+                )
+            ids = tuple(int(i) for i in ids.flat)
             if len(ids) != self.size or len(set(ids)) != len(ids):
                 raise ValueError(
                     f"device mesh of shape {self.shape} needs {self.size} distinct "
@@ -156,20 +162,40 @@ class DeviceMesh:
         return ", ".join(f"{name}={size}" for name, size in pairs)
 
 
-def _check_order(names: tuple, shape: tuple) -> None:
-    """Raises TypeError for a shape in the place of the names, as Keras has them."""
-    are_names = all(isinstance(name, str) for name in names)
-    if not are_names or any(isinstance(size, str) for size in shape):
+def _names_and_shape(names: Any, shape: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Both as tuples; TypeError if they have other types, or come in Keras's order."""
+    words, sizes = (
+        tuple(of) if isinstance(of, Iterable) and not isinstance(of, str) else (None,)
+        for of in (names, shape)
+    )
+    if any(isinstance(size, str) for size in sizes):
         raise TypeError(
-            f"device mesh of axis names {names} and shape {shape}: the names "
-            'come first, as in DeviceMesh(("data", "model"), (2, 4))'
+            f"device mesh of axis names {names!r} and shape {shape!r}: the names come "
+            'first, as in DeviceMesh(("data", "model"), (2, 4))'
         )
+    if not all(isinstance(word, str) for word in words):
+        example = (names,) if isinstance(names, str) else ("data", "model")
+        raise TypeError(
+            f"axis_names of a device mesh is {names!r}; pass a tuple of names, such as "
+            f"{example}"
+        )
+    if not all(isinstance(size, numbers.Integral) for size in sizes):
+        example = (shape,) if isinstance(shape, int) else (2, 4)
+        raise TypeError(
+            f"shape of a device mesh is {shape!r}; pass a tuple of ints, such as "
+            f"{example}"
+        )
+    return words, tuple(int(size) for size in sizes)
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """What ends a message on an unknown name: the most similar known name, if any."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """What ends a message on an unknown name: the most similar known name, if any.
+
+    Upper and lower case are alike.
+    """
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
@@ -117,9 +117,10 @@ class Sharding:
         Raises:
           ValueError: wrong length, a text, an unknown axis, or an axis used twice.
         """
-        if isinstance(dims_mapping, str):
+        if isinstance(dims_mapping, str) or not isinstance(dims_mapping, Iterable):
+            what = "a text" if isinstance(dims_mapping, str) else "no sequence"
             raise ValueError(
-                f"dims_mapping {dims_mapping!r} is a text: give a sequence with an "
+                f"dims_mapping {dims_mapping!r} is {what}: give a sequence with an "
                 'entry for each dim, such as ["X", None]'
             )
         if rank is not None and len(dims_mapping) != rank:

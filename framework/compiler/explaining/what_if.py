@@ -60,6 +60,7 @@ def what_if(
       such a program stores padded, whose transfers may differ from those here.
 
     Raises:
+      TypeError: `shardings` is no mapping, or has a key that is no name.
       ValueError: no such tensor, or several; a sharding that does not fit the tensor;
         two for one variable; an argument or a result that is stored padded, or updated
         in shards; or no such topology.
@@ -67,6 +68,11 @@ def what_if(
     """
     reasons = program.reasons
     links = None if topology is None else Links(reasons.mesh, topology)
+    if not isinstance(shardings, Mapping):
+        raise TypeError(
+            f"{reasons.name}: shardings is {shardings!r}; pass a dict from a tensor's "
+            "name to its dims mapping"
+        )
     changes: dict[Spot, Sharding | None] = {}
     texts, notes = [], []
     for name, asked in shardings.items():

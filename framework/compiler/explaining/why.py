@@ -125,9 +125,15 @@ def why(
       is_compiled: whether XLA has completed it too.
 
     Raises:
+      TypeError: the target or the axis is no name.
       ValueError: there is no such tensor, line or layer, or no such axis.
     """
     tensors = find(reasons, target)
+    if not isinstance(axis, (str, type(None))):
+        raise TypeError(
+            f"{reasons.name}: axis is {axis!r}; pass one of the mesh's axes "
+            f"{reasons.mesh.axis_names}, or None"
+        )
     if axis is not None:
         reasons.mesh.part(axis)
     sent = transfers(reasons)
@@ -154,8 +160,15 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
         whose variables are meant. The name of the Keras model may be before it.
 
     Raises:
+      TypeError: the target is no name.
       ValueError: there are none; the message has the nearest names.
     """
+    if not isinstance(target, str):
+        name = shown_name(max(reasons.tensors, key=lambda t: len(t.shape)).name)
+        raise TypeError(
+            f"{reasons.name}: {target!r} is no name; pass that of a tensor or a layer, "
+            f"or a line of code, such as {name!r}"
+        )
     exact = [
         t for t in reasons.tensors if target in (t.name, f"{t.kind.value} {t.name}")
     ]

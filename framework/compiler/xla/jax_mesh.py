@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -26,14 +26,13 @@ def jax_mesh(
         processes have, `jax.devices()`, whatever their numbers are.
 
     Raises:
-      TypeError: `devices` is the name of a topology.
+      TypeError: `devices` is the name of a topology, or none.
       ValueError: the mesh has more devices than there are, or ids that no device has.
     """
     here = devices is None
-    if isinstance(devices, str):
-        raise TypeError(
-            f"devices is {devices!r}: pass mw.topology_devices({devices!r})"
-        )
+    if isinstance(devices, str) or not (here or isinstance(devices, Iterable)):
+        name = devices if isinstance(devices, str) else "v5e:2x4"
+        raise TypeError(f"devices is {devices!r}: pass mw.topology_devices({name!r})")
     devices = jax.devices() if here else list(devices)
     missing = [i for i in mesh.ids.flat if not 0 <= i < len(devices)]
     if missing and not here:

@@ -64,9 +64,25 @@ def test_a_bad_mesh_is_refused(args, message):
         DeviceMesh(*args)
 
 
-@pytest.mark.parametrize("args", [((2, 4), ("data", "model")), ((2,), (4,))])
-def test_names_come_before_the_shape(args):
-    with pytest.raises(TypeError, match="the names come first, as in DeviceMesh"):
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (((2, 4), ("data", "model")), "the names come first, as in DeviceMesh"),
+        (((2,), (4,)), "axis_names of a device mesh is (2,); pass a tuple of names"),
+        (
+            ("X", 8),
+            "axis_names of a device mesh is 'X'; pass a tuple of names, such as",
+        ),
+        (
+            (("X",), 8),
+            "shape of a device mesh is 8; pass a tuple of ints, such as (8,)",
+        ),
+        ((("X",), (8.0,)), "shape of a device mesh is (8.0,); pass a tuple of ints"),
+        ((("X",), (2,), (0.0, 1.0)), "device_ids of a device mesh is (0.0, 1.0); pass"),
+    ],
+)
+def test_a_mesh_of_other_types_is_refused(args, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
         DeviceMesh(*args)
 
 

@@ -76,7 +76,7 @@ def shardings(draw):
     """
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
     ids = draw(st.none() | st.permutations(range(math.prod(shape))))
-    mesh = DeviceMesh("ABCD"[: len(shape)], shape, ids)
+    mesh = DeviceMesh(tuple("ABCD"[: len(shape)]), shape, ids)
     rank = draw(st.integers(0, 4))
     axes = []
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):

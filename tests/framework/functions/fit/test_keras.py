@@ -348,10 +348,14 @@ def test_a_plan_that_does_not_fit_is_refused(changes, message):
             {},
             r"expression: it is no glob, pass '\.\*kernel'",
         ),
+        ("FSDP", {}, "the layout is 'FSDP'; did you mean 'fsdp'. Pass 'data'"),
+        ("data", {"data_axes": 3}, "data_axes is 3; pass some of the mesh's axes"),
+        ("data", {"strict": "yes"}, "strict is 'yes'; pass True or False"),
+        ("data", {"devices": 3}, "devices is 3: pass mw.topology_devices"),
     ],
 )
 def test_what_distribute_refuses(layout, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         distribute(network(), MESH, layout, **options)
 
 
@@ -460,6 +464,13 @@ def test_a_program_wants_a_model_on_a_mesh_and_data():
         mw.keras.program(model)
     with pytest.raises(ValueError, match="have no batches"):
         mw.keras.program(model, tf.data.Dataset.from_tensor_slices((X, Y)).take(0))
+    specs = [tf.TensorSpec([n, 12, 12, 3]) for n in (16, 8)]
+    for x, y in ((X[:16], Y[:8]), (specs[0], {"y": specs[1]})):
+        with pytest.raises(ValueError, match="differ: x has 16, y has 8; pass the sam"):
+            mw.keras.program(model, x, y)
+    for size, message in ((0, "is 0; pass 1 or more"), ("8", "is '8'; pass an int")):
+        with pytest.raises((TypeError, ValueError), match=f"batch_size {message}"):
+            mw.keras.program(model, X, Y, batch_size=size)
 
 
 def test_what_the_module_shows():

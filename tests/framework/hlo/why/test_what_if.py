@@ -326,6 +326,7 @@ def test_nothing_changes_where_nothing_is_asked_for():
         ({"Relu": ["Z", None]}, None, "Z"),
         ({"Relu": ["X", None]}, "v3:4x4", "has 32 devices, but the device mesh"),
         ({"test_what_if.py:LINE": [None, "X"]}, None, "has 3 tensors .*; name one"),
+        ({"Relu": 3}, None, "dims_mapping 3 is no sequence: give a sequence with an"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(asked, topology, message):

@@ -92,6 +92,19 @@ def test_what_is_not_there_is_refused_with_the_nearest_names(target, axis, messa
         kept("looped").why(target, axis)
 
 
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda program: program.why(3), "looped: 3 is no name; pass that of a tensor"),
+        (lambda program: program.why("while/Tanh", 3), "axis is 3; pass one of the me"),
+        (lambda program: mw.what_if(program, 3), "shardings is 3; pass a dict from a"),
+    ],
+)
+def test_what_is_no_name_is_refused(ask, message):
+    with pytest.raises(TypeError, match=message):
+        ask(kept("looped"))
+
+
 def test_a_mesh_of_one_device_has_no_reasons():
     mesh = mw.DeviceMesh(("X",), (1,))
     program = mw.compile_program(lambda x: x + 1, [tf.TensorSpec([4])], mesh)

@@ -197,7 +197,7 @@ def searchable(name: str, on: str) -> Topology:
 def check_counts(name: str, **counts: tuple[int, int]) -> None:
     """Raises for a count that is no int, or less than the second of its pair."""
     for option, (count, least) in counts.items():
-        if not isinstance(count, int):
+        if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"{name}: {option} is {count!r}; pass an int")
         if count < least:
             raise ValueError(f"{name}: {option} is {count}; pass {least} or more")
