@@ -14,10 +14,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from meshwright.framework.compiler.explaining.texts.screen import on_screen
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.roofline import roofline
 from meshwright.framework.compiler.hlo.step_errors import error_text
 from meshwright.framework.compiler.hlo.step_time import StepTime, step_time
+from meshwright.framework.compiler.lowering.sources import shown_name
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.repair.check import reported_to
 from meshwright.framework.compiler.repair.repaired import Repair
@@ -114,16 +116,17 @@ class StepLayout(Layout):
             of_rows = [r for r in repairs if any(n % uneven == 0 for n in r.uneven)]
             if of_rows:
                 is_told = self.told_uneven.is_set()
+                one = repr(shown_name(of_rows[0].op_name))
+                several = f"{len(of_rows)} ops, such as {one}"
                 self.told_uneven.set()
                 logging.log(
                     logging.INFO if is_told else logging.WARNING,
                     "%s: %s has a batch of %d rows, which %d devices do not divide: "
-                    "more is communicated for ops that XLA gets wrong in uneven shards "
-                    "(%d, such as %r). Numbers are right. To save time, pass a "
-                    "batch_size, and so many rows (of validation_data too), that %d "
-                    "divides them",
+                    "more is communicated for %s, which XLA gets wrong in uneven "
+                    "shards. Numbers are right. To save time, pass a batch_size, and "
+                    "so many rows (of validation_data too), that %d divides them",
                     *(self.model.name, name, uneven, self.rows),
-                    *(len(of_rows), of_rows[0].op_name, self.rows),
+                    *(one if len(of_rows) == 1 else several, self.rows),
                 )
             return [repair for repair in repairs if repair not in of_rows]
 
@@ -180,7 +183,7 @@ class FitPlan:
             groups[f"{sent.kind} along {along}"].append(sent.bytes)
         for name, sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
             lines.append(f"  {name}: {len(sizes)}, {bytes_text(sum(sizes))}")
-        return "\n".join(lines)
+        return on_screen(lines, self.program.mesh)
 
 
 def batch_of(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:

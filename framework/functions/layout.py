@@ -325,7 +325,8 @@ def layout_notes(
     if padded:
         line += f"; padded, as the axes do not divide them: {_first(padded)}"
     if missed:
-        line += f"; not split are {len(missed)}, such as {missed[0]}"
+        are = f"are {len(missed)}, such as" if len(missed) > 1 else "is"
+        line += f"; not split {are} {missed[0]}"
     return line, bool(missed) or uneven >= _WARNED_BYTES
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from meshwright.framework.compiler.explaining.provenance import Origin
+from meshwright.framework.compiler.explaining.texts.folds import grouped
+from meshwright.framework.compiler.explaining.texts.screen import on_screen
 from meshwright.framework.compiler.lowering.sources import place_text, shown_name
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sizes import bytes_text
 
 _T = TypeVar("_T")
@@ -15,6 +19,8 @@ _LARGEST = 20
 """Tensors, or collectives, that are printed, and at most how many causes."""
 _OF_EACH = 4
 """How many are printed of a cause, of more than one."""
+_RANDOM = re.compile(r".*?\bstateless_(random|truncated)_[^/]+")
+"""The scope of the ops that make random numbers, as for dropout."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +68,14 @@ class Side:
 
     Args:
       name: for texts.
+      mesh: the program's.
       tensors: by what they are to the program, and name.
       sent: collectives.
       is_propagated: whether that is by propagation alone, not of a compiled program.
     """
 
     name: str
+    mesh: DeviceMesh
     tensors: Mapping[str, LaidOut]
     sent: Mapping[SentKey, Sent]
     is_propagated: bool = False
@@ -184,7 +192,7 @@ class Difference:
         return _argument_bytes(self.before), _argument_bytes(self.after)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return on_screen(self._lines(), self.after.mesh)
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.before.name} -> {self.after.name}"
@@ -202,7 +210,7 @@ class Difference:
         yield from (f"  note: {note}" for note in self.notes)
         tensors, sent = self.tensors, self.collectives
         yield f"Tensors with another sharding: {len(tensors)}" + _of(tensors)
-        yield from _by_cause(tensors, _tensor_causes, _tensor_lines)
+        yield from _by_cause(tensors, _tensor_causes, _tensor_lines, _random_scope)
         yield f"Collectives that differ: {len(sent)}" + _of(sent)
         yield from _by_cause(sent, _sent_causes, _sent_lines)
         for side, names in ("first", self.only_before), ("second", self.only_after):
@@ -218,21 +226,35 @@ def _by_cause(
     found: Sequence[_T],
     causes: Callable[[_T], Iterator[str]],
     lines: Callable[[_T], Iterator[str]],
+    scope: Callable[[_T], tuple] = lambda one: (),
 ) -> Iterator[str]:
-    """The lines of what is found, below those of its causes, which many share."""
+    """The lines of what is found, below those of its causes, which many share.
+
+    What is of one scope is told together, after what is of none.
+    """
     groups: dict[tuple[str, ...], list[_T]] = {}
     for one in found:
         groups.setdefault(tuple(causes(one)), []).append(one)
     most = _LARGEST if len(groups) == 1 else _OF_EACH
     for why, group in [*groups.items()][:_LARGEST]:
         yield from (f"  {line}" for line in why or ["of no known cause"])
-        for one in group[:most]:
+        in_order = sorted(group, key=lambda one: scope(one) != ())
+        told = grouped(in_order, scope, lambda one: 0)  # The largest is the first.
+        for one, *others in told[:most]:
             yield from (f"    {line}" for line in lines(one))
-        if len(group) > most:
-            yield f"    and {len(group) - most} more of this cause"
+            if others:
+                yield f"        and {len(others)} more of the same random numbers"
+        if len(told) > most:
+            yield f"    and {sum(map(len, told[most:]))} more of this cause"
     if len(groups) > _LARGEST:
         left = sum(map(len, [*groups.values()][_LARGEST:]))
         yield f"  and {left} more, of other causes"
+
+
+def _random_scope(tensor: TensorDifference) -> tuple:
+    """What tensors have in common that make the same random numbers; () of others."""
+    match = _RANDOM.match(tensor.name)
+    return (match[0],) if match else ()
 
 
 def _some(names: list[str]) -> str:

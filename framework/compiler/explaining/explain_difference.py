@@ -79,6 +79,7 @@ def _side(explanation: Explanation, topology: str | None) -> Side:
     by = explanation.partitioner
     return Side(
         name=f"{explanation.name} over {explanation.mesh}, completed by {by}",
+        mesh=explanation.mesh,
         tensors={_key(tensor): _laid_out(tensor) for tensor in explanation.tensors},
         sent={key: _sum([*of.values()], links) for key, of in sent.items()},
     )

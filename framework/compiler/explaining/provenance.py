@@ -89,6 +89,14 @@ class Origin:
         """Whether `what_if` was asked for it."""
         return self.kind is OriginKind.ASKED or self.note == ASKED_FOR
 
+    @property
+    def given(self) -> str:
+        """How an argument or a result was given it: `given by row 'kernel' of ...`."""
+        if self.inferred_from:
+            return f"inferred from {self.inferred_from}"
+        by = f" by {self.note}" if self.note else ""
+        return f"kept from {self.kept_from}" if self.kept_from else f"given{by}"
+
     def __str__(self) -> str:
         """`annotation stack.attention.w [X,_] at layers/basic/linear.py:12`."""
         name = f" {shown_name(self.name)}" if self.name != NAMELESS else ""

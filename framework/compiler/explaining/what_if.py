@@ -267,6 +267,7 @@ def _side(name: str, reasons: Reasons, links: Links | None, differ: set[str]) ->
         }
     return Side(
         name=name,
+        mesh=reasons.mesh,
         tensors=tensors,
         sent={key: _sum(of) for key, of in sent.items()},
         is_propagated=True,

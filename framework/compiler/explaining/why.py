@@ -18,6 +18,7 @@ from meshwright.framework.compiler.explaining.provenance import (
     Transfer,
 )
 from meshwright.framework.compiler.explaining.reasons import Reasons
+from meshwright.framework.compiler.explaining.texts.screen import on_screen
 from meshwright.framework.compiler.explaining.transfers import transfers
 from meshwright.framework.compiler.lowering.sources import Kind, shown_name
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
@@ -27,8 +28,7 @@ from meshwright.framework.sizes import bytes_text
 _HOPS = 12
 """Of a longer way the first and the last half of so many are printed."""
 _ALONE = (
-    ": no axis reaches it, as no tensor that shares a dim with it is split along that "
-    "dim"
+    "no axis reaches it, as no tensor that shares a dim with it is split along that dim"
 )
 GSPMD_NOTE = (
     "GSPMD keeps no record of its reasons: these are Shardy's, which completes the "
@@ -36,8 +36,8 @@ GSPMD_NOTE = (
 )
 
 COMPILED_NOTE = (
-    "That is by propagation alone; XLA simplifies a program before, and explain with "
-    "reasons marks what it has otherwise."
+    "This is by propagation alone. XLA simplifies a program first: where it then has "
+    "another sharding, mw.explain(program, reasons=True) says so."
 )
 
 
@@ -50,6 +50,7 @@ class TensorReason:
       provenances: of each axis that splits it.
       competitions: the axes that split a tensor beside it, and not this one.
       transfers: what is sent where it is made or read.
+      given: what gave an argument or a result its sharding, "" if completion did.
       update: what weight-update sharding has to do with it, "" if nothing.
     """
 
@@ -57,6 +58,7 @@ class TensorReason:
     provenances: tuple[Provenance, ...]
     competitions: tuple[Competition, ...]
     transfers: tuple[Transfer, ...]
+    given: str = ""
     update: str = ""
 
 
@@ -79,7 +81,8 @@ class Answer:
 
     def __str__(self) -> str:
         lines = [line for reason in self.tensors for line in self._lines(reason)]
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+        lines += [self.note] if self.note else []
+        return on_screen(lines, self.tensors[0].tensor.sharding.mesh)
 
     def _lines(self, reason: TensorReason) -> Iterator[str]:
         tensor = reason.tensor
@@ -90,19 +93,20 @@ class Answer:
         yield f"{name} {tensor.dtype}[{shape}] {tensor.sharding}{source}"
         if reason.update:
             yield f"  {reason.update}"
-        elif not reason.provenances and not reason.competitions:
-            along = f"along {self.axis}" if self.axis else ""
-            yield f"  is not split {along}".rstrip() + _ALONE
-        if tensor.note and not reason.provenances:
+        is_alone = not reason.provenances and not reason.competitions
+        if is_alone and not reason.update:
+            along = f" along {self.axis}" if self.axis else ""
+            yield f"  is not split{along}: {reason.given or _ALONE}"
+        if tensor.note and not reason.provenances and not (is_alone and reason.given):
             yield f"  {tensor.note}"
         for _, alike in itertools.groupby(
             reason.provenances, lambda one: (one.dim, one.origin, one.way)
         ):
-            yield from _provenance_lines(list(alike))
+            yield from _provenance_lines(list(alike), tensor)
         for one in reason.competitions:
-            yield from competition_lines(one)
+            yield from _competition_lines(one, tensor)
         for one in reason.transfers:
-            yield from transfer_lines(one)
+            yield from _transfer_lines(one)
 
 
 def why(
@@ -232,8 +236,11 @@ def _reason(
         entire = reasons.mesh.entire(axes)
         return axis is None or reasons.mesh.part(axis).axis in entire
 
+    spot = reasons.spot(tensor)
+    is_inside = tensor.kind is Kind.INSIDE
     return TensorReason(
         tensor=tensor,
+        given="" if is_inside else reasons.written.giver(spot.kind, spot.number),
         provenances=tuple(p for p in reasons.provenances(place) if asked([p.axis])),
         competitions=tuple(c for c in competitions(reasons, place) if asked([c.axis])),
         transfers=tuple(t for t in sent if name in (t.at, t.tensor) and asked(t.axes)),
@@ -262,13 +269,22 @@ def _with_update(reason: TensorReason, updates: UpdateReport) -> TensorReason:
     return dataclasses.replace(reason, update=text)
 
 
-def _provenance_lines(alike: Sequence[Provenance]) -> Iterator[str]:
+def _provenance_lines(
+    alike: Sequence[Provenance], tensor: TensorLayout
+) -> Iterator[str]:
     """What axes of a dim come from, and the way they took together."""
     axes, first = ", ".join(one.axis for one in alike), alike[0]
     verb = "is" if len(alike) == 1 else "are"
-    yield f"  {axes} on dim {first.dim} {verb} from {first.origin}"
+    yield f"  {axes} on dim {first.dim} {verb} {_begins(first, tensor)}"
     for hop in _shortened(first.way):
         yield f"      {hop}"
+
+
+def _begins(one: Provenance, tensor: TensorLayout) -> str:
+    """Where an axis comes from, or how the tensor itself was given it."""
+    origin, kind = one.origin, tensor.kind.value
+    is_own = (origin.kind.value, origin.name) == (kind, tensor.name)
+    return origin.given if is_own and not origin.is_asked else f"from {origin}"
 
 
 def _shortened(way: Sequence[Hop]) -> list[Hop | str]:
@@ -278,15 +294,17 @@ def _shortened(way: Sequence[Hop]) -> list[Hop | str]:
     return [*way[: _HOPS // 2], f"... {left} more ...", *way[-_HOPS // 2 :]]
 
 
-def competition_lines(competition: Competition) -> Iterator[str]:
+def _competition_lines(competition: Competition, tensor: TensorLayout) -> Iterator[str]:
     """Which axis did not come, what came in its place, and what decided."""
     c = competition
-    beside, at = map(shown_name, (c.neighbor, c.at))
-    yield f"  {c.axis} on dim {c.dim} splits {beside} beside it, at {at}"
+    beside = f"{shown_name(c.neighbor)} beside it"
+    if c.at != c.neighbor:
+        beside += f", at {shown_name(c.at)}"
+    yield f"  {c.axis} on dim {c.dim} splits {beside}"
     yield f"      it is from {c.loser.origin}{_step(c.loser)}"
     if c.winner is not None:
         won = f"{c.winner.axis} on dim {c.winner.dim}"
-        yield f"      {won} won, from {c.winner.origin}{_step(c.winner)}"
+        yield f"      {won} won, {_begins(c.winner, tensor)}{_step(c.winner)}"
     yield f"      decided by {c.decided.value}"
 
 
@@ -294,7 +312,7 @@ def _step(provenance: Provenance) -> str:
     return f", step {provenance.step}" if provenance.way else ", from the start"
 
 
-def transfer_lines(transfer: Transfer) -> Iterator[str]:
+def _transfer_lines(transfer: Transfer) -> Iterator[str]:
     """What is sent, between which shardings, and the annotations behind each."""
     t = transfer
     often = f", {t.times} times in a loop" if t.times > 1 else ""

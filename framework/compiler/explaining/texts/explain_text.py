@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import re
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from meshwright.framework.compiler.explaining.texts.folds import (
     settled_results,
     type_text,
 )
+from meshwright.framework.compiler.explaining.texts.screen import WIDTH, on_screen
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, shown_name
 from meshwright.framework.compiler.xla.partitioner import Partitioner
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from meshwright.framework.compiler.repair.repaired import Repair
 
 _LARGEST = 10
-_WIDTH = 80
 _MOST = 5
 """Collectives that are listed before the tensors."""
 # Widths for a tensor's name, type and sharding; the rest says where it comes from.
@@ -99,7 +98,7 @@ def explanation_text(
         *([] if is_filtered and not gathered else _rematerialized(gathered)),
         *_repaired(repairs),
     ]
-    return "\n".join(part for line in lines for part in _wrapped(line))
+    return on_screen(lines, explanation.mesh)
 
 
 def _summary(explanation: Explanation) -> Iterator[str]:
@@ -182,19 +181,6 @@ def _what_is_shown(count: int, match: str, at_least: int, axis: str) -> Iterator
         return
     yield f"There are no tensors that {' and '.join(parts)}. Leave that out to see"
     yield "the names of layers, tensors and sources that there are."
-
-
-def _wrapped(line: str) -> list[str]:
-    """A line, broken into several with a hanging indent if wider than the screen."""
-    if len(line) <= _WIDTH:
-        return [line]
-    indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.wrap(
-        line,
-        _WIDTH,
-        subsequent_indent=f"{indent}    ",
-        break_on_hyphens=False,
-    )
 
 
 def tensor_name(tensor: TensorReport) -> str:
@@ -347,7 +333,7 @@ def _row(*cells: str) -> Iterator[str]:
             line = ""
         line = f"{line:<{begin}}{cell}"
         begin += width + 1
-    if len(line) >= begin and len(line) + len(last) >= _WIDTH:
+    if len(line) >= begin and len(line) + len(last) >= WIDTH:
         yield line
         line = ""
     yield f"{line:<{begin - 1}} {last}"

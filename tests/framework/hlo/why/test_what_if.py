@@ -164,6 +164,36 @@ def test_a_cause_is_told_once_and_what_was_asked_for_first():
     assert printed + sum(map(int, others)) == len(difference.tensors)
 
 
+def laid_out(sharding, *origins):
+    return LaidOut(
+        type="f32[8,8]",
+        sharding=sharding,
+        bytes_per_device=128,
+        file="",
+        line=0,
+        origins=origins,
+    )
+
+
+def test_ops_of_random_numbers_are_told_together_and_parts_of_axes_explained():
+    drawn = "layer_of_a_long_name/stateless_random_uniform"
+    names = (f"{drawn}/StatelessRandomUniformV2", drawn, "Relu")
+
+    def side(sharding):
+        tensors = {name: laid_out(sharding) for name in names}
+        return Side(name="", mesh=MESH, tensors=tensors, sent={})
+
+    text = str(Difference(before=side("[Y:(1)2,_]"), after=side("[_,Y:(2)2]")))
+    assert text.index("Relu f32") < text.index(names[0])
+    assert text.count(drawn) == 1 and "and 1 more of the same random numbers" in text
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    notes = " ".join(" ".join(lines[-4:]).split())
+    for name, how in (("(1)", "2 devices, each 2 apart"), ("(2)", "2 neighbours")):
+        part = f"Y:{name}2 is a part of the axis Y: of its 4 devices groups of"
+        assert f"{part} {how}." in notes
+
+
 def test_what_one_annotation_splits_otherwise_is_by_that():
     row = Origin(
         kind=OriginKind.ANNOTATION,
@@ -176,16 +206,11 @@ def test_what_one_annotation_splits_otherwise_is_by_that():
     kept = dataclasses.replace(row, kind=OriginKind.ARGUMENT, inferred_from=row)
 
     def side(sharding, sent, *origins):
-        tensor = LaidOut(
-            type="f32[8,8]",
-            sharding=sharding,
-            bytes_per_device=128,
-            file="",
-            line=0,
-            origins=origins,
-        )
+        tensor = laid_out(sharding, *origins)
         moved = Sent(bytes=sent, seconds=None, origins=origins)
-        return Side(name="", tensors={"t": tensor}, sent={("t", "", ("X",)): moved})
+        return Side(
+            name="", mesh=MESH, tensors={"t": tensor}, sent={("t", "", ("X",)): moved}
+        )
 
     text = str(
         Difference(before=side("[X,_]", 8, row), after=side("[_,X]", 16, kept)),

@@ -11,6 +11,11 @@ from tests.framework.partial import partial_programs
 MESH = mw.DeviceMesh(("X", "Y"), (2, 4))
 
 
+def flat(answer):
+    """The text of an answer in a single line."""
+    return " ".join(str(answer).split())
+
+
 def split(x, *dims):
     return mw.mesh_split(x, MESH, dims)
 
