@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging as python_logging
+import os
 import sys
 import textwrap
 from typing import Any
@@ -12,6 +13,7 @@ from absl import logging
 
 _MOST_CHARACTERS = 5000
 _WIDTH = 80
+_SCREEN = {"ncols": _WIDTH, "nrows": 24}
 _LIVE = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
     "[{elapsed}<{remaining}{postfix}]"
@@ -75,6 +77,14 @@ def is_live() -> bool:
     return sys.stderr.isatty()
 
 
+def _has_width() -> bool:
+    """Whether the terminal says how wide it is: some of containers say 0 columns."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):
+        return True
+
+
 def progress_bar(total: int, what: str, **settings: Any) -> tqdm.tqdm:
     """A live bar on a terminal; elsewhere, as in a log file, a line now and then.
 
@@ -84,7 +94,8 @@ def progress_bar(total: int, what: str, **settings: Any) -> tqdm.tqdm:
       **settings: more of tqdm's.
     """
     if is_live():
-        how = {"mininterval": 0.5, "dynamic_ncols": True, "bar_format": _LIVE}
+        how = {"mininterval": 0.5, "bar_format": _LIVE}
+        how |= {"dynamic_ncols": True} if _has_width() else _SCREEN
     else:
         # The delay leaves out the line before anything is done.
         how = {"mininterval": 15.0, "delay": 1e-9, "bar_format": _LINE}

@@ -1,9 +1,11 @@
 """What the binaries print: errors cannot write to a terminal, nor fill it; progress."""
 
 import logging
+import os
 import re
 
 import pytest
+import tqdm
 from absl import flags
 from absl.testing import flagsaver
 
@@ -66,8 +68,12 @@ def test_progress_in_a_log_file_is_a_line_now_and_then(monkeypatch, caplog, capf
     assert capfd.readouterr().out == ""
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch, caplog, capfd):
+@pytest.mark.parametrize("size", [(0, 0), (80, 24)])
+def test_on_a_terminal_there_is_a_bar(size, monkeypatch, caplog, capfd):
     monkeypatch.setattr(messages, "is_live", lambda: True)
+    size = os.terminal_size(size)
+    monkeypatch.setattr(messages.os, "get_terminal_size", lambda _: size)
+    monkeypatch.setattr(tqdm.std, "_screen_shape_wrapper", lambda: lambda _: size)
     caplog.set_level("INFO", logger="absl")
     with messages.progress_bar(100, "training") as bar:
         bar.update(100)
