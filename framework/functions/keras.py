@@ -267,9 +267,9 @@ def distribute(
         layers and embeddings split along the mesh's last axis; or a table from regular
         expressions, searched for in variables' paths, to the mesh axes of each dim: a
         dict, as `meshwright.function` takes it, or Keras's LayoutMap. Variables without
-        a row are left to completion. Or a plan of this mesh, by the names of weights'
-        dims: "tensor" for the dim that the layout "tensor" splits, "fsdp" for the
-        largest other one, "other" for the rest.
+        a row are left to completion. Or a plan of this mesh, whose table of weights
+        names dims: "tensor" is the dim that the layout "tensor" splits, "fsdp" the
+        largest other one of a weight of two dims or more, "other" any other.
       data_axes: the mesh axes, or the axis, that split a batch; by default all for
         "data" and "fsdp", all but the last for "tensor", the first for a table, and of
         a plan those of the activations' "batch".
@@ -318,10 +318,10 @@ def shardings(model: Any) -> dict[str, Sharding | None]:
       model: a Keras model.
 
     Returns:
-      By path, the sharding of each variable of the model, in Keras's order, and of each
-      other that a program has used, as of its optimizers; None of a variable of the
-      model that no program has used yet. Of variables with the same path, the second
-      has ":1" behind it, the third ":2".
+      By path, the sharding of each variable of the model, in Keras's order, and then of
+      each variable of optimizers or metrics that a program has used. It is None for a
+      variable of the model that no program has used yet. Of variables with the same
+      path, the second has ":1" behind it, the third ":2".
 
     Raises:
       TypeError: it is no Keras model of the TensorFlow backend.
