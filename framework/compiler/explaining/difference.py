@@ -192,7 +192,7 @@ class Difference:
         return _argument_bytes(self.before), _argument_bytes(self.after)
 
     def __str__(self) -> str:
-        return on_screen(self._lines(), self.after.mesh)
+        return on_screen(self._lines(), self.before.mesh, self.after.mesh)
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.before.name} -> {self.after.name}"

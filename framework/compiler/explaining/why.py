@@ -96,8 +96,10 @@ class Answer:
         is_alone = not reason.provenances and not reason.competitions
         if is_alone and not reason.update:
             along = f" along {self.axis}" if self.axis else ""
-            yield f"  is not split{along}: {reason.given or _ALONE}"
-        if tensor.note and not reason.provenances and not (is_alone and reason.given):
+            why = f", by {reason.given}" if reason.given else f": {_ALONE}"
+            yield f"  is not split{along}{why}"
+        is_told = is_alone and reason.given and not reason.update
+        if tensor.note and not reason.provenances and not is_told:
             yield f"  {tensor.note}"
         for _, alike in itertools.groupby(
             reason.provenances, lambda one: (one.dim, one.origin, one.way)

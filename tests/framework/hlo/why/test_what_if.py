@@ -177,21 +177,29 @@ def laid_out(sharding, *origins):
 
 def test_ops_of_random_numbers_are_told_together_and_parts_of_axes_explained():
     drawn = "layer_of_a_long_name/stateless_random_uniform"
-    names = (f"{drawn}/StatelessRandomUniformV2", drawn, "Relu")
+    whole = "layer/" * 14 + "Relu"
+    names = (f"{drawn}/StatelessRandomUniformV2", drawn, whole)
 
-    def side(sharding):
+    def side(sharding, mesh):
         tensors = {name: laid_out(sharding) for name in names}
-        return Side(name="", mesh=MESH, tensors=tensors, sent={})
+        return Side(name="", mesh=mesh, tensors=tensors, sent={})
 
-    text = str(Difference(before=side("[Y:(1)2,_]"), after=side("[_,Y:(2)2]")))
-    assert text.index("Relu f32") < text.index(names[0])
+    before = side("[Y:(4)2,_]", mw.DeviceMesh(("X", "Y"), (1, 8)))
+    text = str(Difference(before=before, after=side("[_,Y:(2)2]", MESH)))
+    assert text.index(f"\n    {whole}\n") < text.index(names[0])
     assert text.count(drawn) == 1 and "and 1 more of the same random numbers" in text
     lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
-    notes = " ".join(" ".join(lines[-4:]).split())
-    for name, how in (("(1)", "2 devices, each 2 apart"), ("(2)", "2 neighbours")):
-        part = f"Y:{name}2 is a part of the axis Y: of its 4 devices groups of"
-        assert f"{part} {how}." in notes
+    assert max(len(line) for line in lines if whole not in line) <= 80
+    notes = " ".join(" ".join(lines[-6:]).split())
+    assert notes == " ".join(
+        f"Y:({before})2 is a part of the axis Y, whose {size} devices it divides into "
+        f"groups of 2 {how}."
+        for before, size, how in (
+            (4, 8, "neighbours"),
+            (2, 8, "devices, each 2 apart"),
+            (2, 4, "neighbours"),
+        )
+    )
 
 
 def test_what_one_annotation_splits_otherwise_is_by_that():
