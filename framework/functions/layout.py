@@ -248,7 +248,7 @@ class Replicated(Layout):
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """That it is not split."""
         del variable, mesh
-        return 'the layout "data" splits no weights'
+        return 'the layout "data", which splits no weights'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +276,7 @@ class FullySharded(Layout):
         largest, count = max(variable.shape, default=1), mesh.axes_size(self.axes)
         if largest < count:
             devices = f"{count}, the number of its devices"
-            return f'"fsdp" splits no dim shorter than {devices}'
+            return f'the layout "fsdp", which splits no dim shorter than {devices}'
         if any(size % count == 0 for size in variable.shape):
             return (
                 'the layout "fsdp", which splits the largest dim that its axes divide'
