@@ -59,7 +59,7 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 _OPTIONS = tuple(FunctionOptions.__annotations__)
-_SWITCHES = frozenset({"strict", "check_types", "in_child"})
+_SWITCHES = ("strict", "check_types", "in_child")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -426,8 +426,7 @@ def check_mesh(mesh: Any, name: str) -> None:
 
 def check_switches(name: str, options: Mapping[str, Any]) -> None:
     """Raises TypeError for an option that is to be True or False and is not."""
-    for option in _SWITCHES & options.keys():
-        if not isinstance(options[option], bool):
-            raise TypeError(
-                f"{name}: {option} is {options[option]!r}; pass True or False"
-            )
+    for option in _SWITCHES:
+        value = options.get(option, False)
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name}: {option} is {value!r}; pass True or False")

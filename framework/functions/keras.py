@@ -443,12 +443,12 @@ def _data_axes(model: Any, mesh: DeviceMesh, layout: Any, axes: Any) -> tuple[st
     """The mesh axes that split a batch; see `distribute`."""
     if axes is None:
         return tuple(batch_axes(layout, mesh))
-    is_one_or_more = isinstance(axes, (str, Iterable))
-    given = as_axes(axes) if is_one_or_more else ()
+    is_iterable = isinstance(axes, Iterable)
+    given = as_axes(axes) if is_iterable else ()
     are_of_mesh = all(axis in mesh.axis_names for axis in given)
-    if is_one_or_more and are_of_mesh and len({*given}) == len(given):
+    if is_iterable and are_of_mesh and len({*given}) == len(given):
         return given
-    raise (ValueError if is_one_or_more else TypeError)(
+    raise (ValueError if is_iterable else TypeError)(
         f"{model.name}: data_axes is {axes!r}; pass some of the mesh's axes "
         f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
     )

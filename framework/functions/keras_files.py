@@ -260,8 +260,8 @@ def backup(folder: str | os.PathLike) -> Any:
                 logging.warning(
                     "%s has a training of %d epochs, and fit is to end after %d: "
                     "nothing is left to train, and the history of fit is empty; to "
-                    "train on pass more epochs, as epochs=%d, or another folder for a "
-                    "new training",
+                    "train on, pass more epochs, such as epochs=%d; for a new "
+                    "training, pass another folder",
                     *(folder, epoch, self.params["epochs"], epoch + 1),
                 )
 

@@ -227,10 +227,14 @@ def first_batch(
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.utils import pack_x_y_sample_weight
 
-    if batch_size is not None and not isinstance(batch_size, numbers.Integral):
-        raise TypeError(f"{model.name}: batch_size is {batch_size!r}; pass an int")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"{model.name}: batch_size is {batch_size}; pass 1 or more")
+    if batch_size is not None:
+        is_int = isinstance(batch_size, numbers.Integral)
+        if not is_int or isinstance(batch_size, bool):
+            raise TypeError(f"{model.name}: batch_size is {batch_size!r}; pass an int")
+        if batch_size < 1:
+            raise ValueError(
+                f"{model.name}: batch_size is {batch_size}; pass 1 or more"
+            )
     _check_rows(model.name, x=x, y=y, sample_weight=sample_weight)
     specs = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if _is_spec(leaf)]
     if specs and batch_size is not None:

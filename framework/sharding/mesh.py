@@ -180,7 +180,7 @@ def _names_and_shape(names: Any, shape: Any) -> tuple[tuple[str, ...], tuple[int
             f"{example}"
         )
     if not all(isinstance(size, numbers.Integral) for size in sizes):
-        example = (shape,) if isinstance(shape, int) else (2, 4)
+        example = (int(shape),) if isinstance(shape, numbers.Integral) else (2, 4)
         raise TypeError(
             f"shape of a device mesh is {shape!r}; pass a tuple of ints, such as "
             f"{example}"

@@ -26,7 +26,7 @@ def jax_mesh(
         processes have, `jax.devices()`, whatever their numbers are.
 
     Raises:
-      TypeError: `devices` is the name of a topology, or none.
+      TypeError: `devices` is the name of a topology, or no sequence of devices.
       ValueError: the mesh has more devices than there are, or ids that no device has.
     """
     here = devices is None

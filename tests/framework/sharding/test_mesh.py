@@ -77,6 +77,7 @@ def test_a_bad_mesh_is_refused(args, message):
             (("X",), 8),
             "shape of a device mesh is 8; pass a tuple of ints, such as (8,)",
         ),
+        ((("X",), np.int64(8)), "pass a tuple of ints, such as (8,)"),
         ((("X",), (8.0,)), "shape of a device mesh is (8.0,); pass a tuple of ints"),
         ((("X",), (2,), (0.0, 1.0)), "device_ids of a device mesh is (0.0, 1.0); pass"),
     ],

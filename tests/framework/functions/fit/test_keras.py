@@ -468,7 +468,7 @@ def test_a_program_wants_a_model_on_a_mesh_and_data():
     for x, y in ((X[:16], Y[:8]), (specs[0], {"y": specs[1]})):
         with pytest.raises(ValueError, match="differ: x has 16, y has 8; pass the sam"):
             mw.keras.program(model, x, y)
-    for size, message in ((0, "is 0; pass 1 or more"), ("8", "is '8'; pass an int")):
+    for size, message in ((0, "is 0; pass 1 or more"), (True, "is True; pass an int")):
         with pytest.raises((TypeError, ValueError), match=f"batch_size {message}"):
             mw.keras.program(model, X, Y, batch_size=size)
 

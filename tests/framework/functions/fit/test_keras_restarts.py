@@ -56,9 +56,7 @@ def test_what_ended_has_nothing_left_to_train(tmp_path, caplog):
     epochs, again = restarted.trained(tmp_path, seed=2)
     assert epochs == []
     assert "has a training of 6 epochs, and fit is to end after 6: noth" in caplog.text
-    assert "the history of fit is empty; to train on pass more epochs, as epochs=7" in (
-        caplog.text
-    )
+    assert "; to train on, pass more epochs, such as epochs=7; for a n" in caplog.text
     for ours, theirs in zip(again, state, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
