@@ -78,7 +78,7 @@ def is_live() -> bool:
 
 
 def _has_width() -> bool:
-    """Whether the terminal says how wide it is: some of containers say 0 columns."""
+    """Whether the terminal says how wide it is: that of some containers says 0."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):
