@@ -67,7 +67,7 @@ class SentencePieceVocabulary:
 
     Args:
       vocab_size: V, which counts control symbols and 256 bytes for text without a
-        piece.
+        piece; with `model_file` the number of pieces in the file.
       subwords: how pieces are chosen.
       character_coverage: share of all characters that get a piece; others are spelled
         as bytes.
@@ -78,7 +78,8 @@ class SentencePieceVocabulary:
         `model_file` of T5.
 
     Raises:
-      ValueError: the size is too small for bytes and control symbols.
+      ValueError: the size of a vocabulary to train is too small for bytes and control
+        symbols.
     """
 
     vocab_size: int
@@ -90,7 +91,7 @@ class SentencePieceVocabulary:
 
     def __post_init__(self):
         least = 256 + 8
-        if self.vocab_size < least:
+        if self.model_file is None and self.vocab_size < least:
             raise ValueError(
                 f"SentencePieceVocabulary.vocab_size is {self.vocab_size}: make it, or "
                 f"the macro VOCAB_SIZE of the shipped files, {least} or more, as every "

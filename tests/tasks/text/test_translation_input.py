@@ -199,6 +199,28 @@ def test_a_model_file(tmp_path):
             read.trained([], ["de"])
 
 
+def test_a_model_file_may_have_few_pieces(tmp_path):
+    t5 = SpecialTokens.T5
+    padding, _, end = t5.in_model
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=(model := io.BytesIO()),
+        vocab_size=60,  # Bytes have no pieces, as in models of T5.
+        pad_id=padding,
+        bos_id=-1,
+        eos_id=end,
+        unk_id=2,
+        minloglevel=2,
+    )
+    path = tmp_path / "model"
+    path.write_bytes(model.getvalue())
+    spec = SentencePieceVocabulary(
+        vocab_size=60, model_file=str(path), special_tokens=t5
+    )
+    vocabulary = spec.trained([])
+    assert vocabulary.decode(vocabulary.encode(["the house"])[0]) == "the house"
+
+
 def test_vocabularies_that_cannot_be():
     with pytest.raises(ValueError, match="vocab_size is 100: make it, or .*VOCAB_SIZE"):
         SentencePieceVocabulary(vocab_size=100)
