@@ -306,7 +306,8 @@ def _why_inoperative(binding: Binding) -> str | None:
         unused = f"nothing in use refers to %{macro}"
         if here := of_macro(macro):
             return f"{unused}: {here}"
-        return f"{unused}: remove it" + nearest(macro, referred, prefix="%")
+        # Bindings that are not in use themselves may refer to it.
+        return f"{unused}: remove it" + nearest(macro, referred - {macro}, prefix="%")
     if not calls:
         return f"gin built no {name}: refer to it as @{name}(), or remove the binding"
     if not inside:
