@@ -67,10 +67,11 @@ def check_is_there(source: InitializeFrom) -> None:
     """Checks that there is something at a checkpoint's path, whatever it is.
 
     Raises:
-      CheckpointError: there is nothing, and no TensorFlow checkpoint of that prefix.
+      CheckpointError: there is nothing, and no TensorFlow checkpoint of that prefix;
+        or there is a checkpoint of T5X.
     """
     path = os.path.expanduser(source.checkpoint)
-    if "://" not in path and not (os.path.exists(path) or tf_checkpoint(path)):
+    if "://" not in path and not (tf_checkpoint(path) or os.path.exists(path)):
         raise CheckpointError(
             f"InitializeFrom.checkpoint is {path}, and nothing is there: name the "
             "folder or file of weights to start from"

@@ -19,7 +19,11 @@ def tf_checkpoint(path: str) -> str | None:
     """The prefix of TensorFlow's checkpoint at `path`; None if there is none.
 
     The path is a prefix, a folder of some, or a SavedModel, whose variables are one.
+
+    Raises:
+      CheckpointError: there is a checkpoint of T5X.
     """
+    _check_is_not_t5x(path)
     variables = os.path.join(path, "variables", "variables")
     for prefix in (path, tf.train.latest_checkpoint(path), variables):
         # Format V1, written by old savers, is a single file of that name.
@@ -63,6 +67,19 @@ def read_tf_checkpoint(
         return {name: reader.get_tensor(keys[name]) for name in names}
     except Exception as error:
         raise _unreadable(prefix, error) from error
+
+
+def _check_is_not_t5x(path: str) -> None:
+    file = os.path.join(path, "checkpoint")
+    if not tf.io.gfile.exists(file) or tf.io.gfile.isdir(file):
+        return
+    with tf.io.gfile.GFile(file, "rb") as opened:
+        if opened.read(1) >= b"\x80":  # T5X's is in msgpack, TensorFlow's is text.
+            raise CheckpointError(
+                f"{path} is a checkpoint of T5X, which is not read: convert it to "
+                "safetensors, with the names of Hugging Face's Transformers, and say "
+                "by InitializeFrom.rules which weights they are here"
+            )
 
 
 def _unreadable(prefix: str, error: Exception) -> CheckpointError:

@@ -143,7 +143,11 @@ def test_weights_to_start_from_that_are_not_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(training_main, "StepPrograms", None)
         error = error_of(tmp_path / "run", *start)
+        (tmp_path / "gone").mkdir()
+        (tmp_path / "gone/checkpoint").write_bytes(b"\x81\xa7version\x03")
+        of_t5x = error_of(tmp_path / "run", *start)
     assert f"checkpoint is {tmp_path}/gone, and nothing is there: name the" in error
+    assert f"{tmp_path}/gone is a checkpoint of T5X, which is not read" in of_t5x
 
 
 def test_traceback_on_demand(tmp_path):
