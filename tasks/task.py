@@ -202,6 +202,11 @@ class Task(Checked):
         return None
 
     @property
+    def why_not_decoded(self) -> str:
+        """Why `decoding` is None, to follow "decodes nothing" in a message."""
+        return ""
+
+    @property
     def serving(self) -> Serving | None:
         """How an exported model answers requests, if it does."""
         return None

@@ -168,9 +168,10 @@ class PackedRows(DatasetInput, TokenInput):
 
     def _check(self, name: str, ids: tf.Tensor) -> None:
         inside = tf.reduce_all((ids >= 0) & (ids < self.vocab_size))
-        message = (
-            f"{self._name}: {name} has an id that is not below vocab_size = "
-            f"{self.vocab_size}, or is negative: set it to that of the tokens, "
-            "the least and the largest of which are"
+        message = tf.strings.format(
+            f"{self._name}: {name} has ids from {{}} to {{}}, which must be from 0 to "
+            f"{self.vocab_size - 1}, as vocab_size is {self.vocab_size}: set it to "
+            "that of the tokens",
+            [tf.reduce_min(ids), tf.reduce_max(ids)],
         )
-        tf.debugging.Assert(inside, [message, tf.reduce_min(ids), tf.reduce_max(ids)])
+        tf.debugging.Assert(inside, [message])

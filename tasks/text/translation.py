@@ -174,6 +174,10 @@ class Translation(TextTask):
         return TranslationDecoding(self) if self._has_text else None
 
     @property
+    def why_not_decoded(self) -> str:
+        return f", as {type(self.text).__name__} has no vocabulary to score text by"
+
+    @property
     def serving(self) -> TranslationServing | None:
         return TranslationServing(self) if self._has_text else None
 

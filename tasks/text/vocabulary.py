@@ -18,6 +18,7 @@ import tensorflow as tf
 VOCABULARY_FILE = "vocabulary.model"
 """A vocabulary's SentencePiece model, in the folder of a training."""
 _TAG = re.compile("<2(.+)>")
+_SOURCES = re.compile(r"^\w+: \S+\(\d+\) \[.*?\] (?=[A-Z])")  # Places in C++.
 _LONGEST = 4192  # Bytes of a text; SentencePiece leaves out longer ones.
 
 
@@ -154,7 +155,7 @@ class SentencePieceVocabulary:
                 f"no vocabulary of {self.vocab_size} pieces can be trained on "
                 f"{len(texts)} texts: change SentencePieceVocabulary.vocab_size, the "
                 f"macro VOCAB_SIZE of the shipped files, or give more text. "
-                f"SentencePiece: {e}"
+                f"SentencePiece: {_SOURCES.sub('', str(e))}"
             ) from e
         return model.getvalue()
 
@@ -166,14 +167,17 @@ class SentencePieceVocabulary:
         except tf.errors.OpError as e:
             raise FileNotFoundError(
                 f"SentencePieceVocabulary.model_file: there is no file {path} to read "
-                f"({e.message})"
+                f"({e.message.removeprefix(f'{path}; ')})"
             ) from e
         try:
             vocabulary = Vocabulary(model, self.special_tokens)
             size = vocabulary.size
             vocabulary.check_text()
         except (RuntimeError, UnicodeDecodeError) as e:
-            raise ValueError(f"{path} is no SentencePiece model: {e}") from e
+            raise ValueError(
+                f"{path} is no SentencePiece model: set "
+                "SentencePieceVocabulary.model_file to one, or leave it out"
+            ) from e
         if vocabulary.control_ids != self.special_tokens.in_model:
             raise ValueError(
                 f"{path} has padding, start and end at {vocabulary.control_ids}: "

@@ -130,7 +130,8 @@ class Experiment(Checked):
         if self.decode_batches != 0 and self.task.decoding is None:
             raise ValueError(
                 f"Experiment.decode_batches is {self.decode_batches}, but "
-                f"{type(self.task).__name__} decodes nothing: set it to 0"
+                f"{type(self.task).__name__} decodes nothing{self.task.why_not_decoded}"
+                ": set it to 0"
             )
         intervals = ("eval", "checkpoint", "summary", "histogram")
         for name in ("num_steps", *(f"{each}_interval" for each in intervals)):

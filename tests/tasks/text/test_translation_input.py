@@ -195,7 +195,9 @@ def test_a_model_file(tmp_path):
     space = "\u2581".encode()
     for damaged in (b"no model", vocabulary.model.replace(space, b"\xbc" + space[1:])):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="model is no SentencePiece model: "):
+        with pytest.raises(
+            ValueError, match="model is no SentencePiece model: set Sen"
+        ):
             read.trained([], ["de"])
 
 
@@ -225,7 +227,7 @@ def test_vocabularies_that_cannot_be():
     with pytest.raises(ValueError, match="vocab_size is 100: make it, or .*VOCAB_SIZE"):
         SentencePieceVocabulary(vocab_size=100)
     spec = SentencePieceVocabulary(vocab_size=5000)
-    with pytest.raises(ValueError, match="no vocabulary of 5000 pieces.*301 texts"):
+    with pytest.raises(ValueError, match="5000 pieces.*301 texts.*ce: Vocabulary"):
         spec.trained(TEXTS, ["de"])
 
 
@@ -247,7 +249,7 @@ def test_a_language_that_is_held_out_alone_has_its_tag(tmp_path):
 def test_a_model_that_counts_otherwise_is_refused(tmp_path):
     path = tmp_path / "model"
     spec = SentencePieceVocabulary(vocab_size=300, model_file=str(path))
-    with pytest.raises(FileNotFoundError, match="model_file: there is no file"):
+    with pytest.raises(FileNotFoundError, match=r"no file .*model to read \(No such"):
         spec.trained([], ["de"])
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),

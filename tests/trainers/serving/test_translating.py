@@ -215,6 +215,8 @@ def test_pairs_of_tokens_have_no_vocabulary_to_translate_by(trained, tmp_path):
     pairs = PairDataset(train=lambda: tf.data.Dataset.from_tensors(ids), vocab_size=336)
     experiment = trained.programs.experiment
     task = dataclasses.replace(experiment.task, text=pairs)
+    with pytest.raises(ValueError, match="decodes nothing, as PairDataset has no voc"):
+        dataclasses.replace(experiment, task=task, decode_batches=1)
     experiment = dataclasses.replace(experiment, task=task, decode_batches=0)
     message = "Translation.text is PairDataset, which has no vocabulary: .*Translation"
     with pytest.raises(ValueError, match=message):
