@@ -48,6 +48,7 @@ from meshwright.framework.functions.keras_plan import (
     check_topology,
     first_batch,
     placed_variables,
+    returned,
 )
 from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.sharding.annotations import mesh_split
@@ -123,13 +124,14 @@ class _Distributed:
         Raises:
           ValueError: the model is to run eagerly; or, when the train step is traced, a
             row of the layout fits neither a variable of the model nor of its optimizer.
+          TypeError: when a step is traced, it returned None.
         """
         self._check_runs_compiled()
 
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
             data = tf.nest.pack_sequence_as(data, list(leaves))
-            return getattr(self.model, method)(data)
+            return returned(self.model, method, data)
 
         return function(
             step,

@@ -210,6 +210,24 @@ def batch_of(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
     )
 
 
+def returned(model: Any, method: str, data: Any) -> Any:
+    """What a step of a Keras model returned for a batch.
+
+    Args:
+      model: the Keras model.
+      method: that makes the step.
+      data: the batch.
+
+    Raises:
+      TypeError: it is None, which Keras would take for the end of the data.
+    """
+    result = getattr(model, method)(data)
+    if result is None:
+        what = "the predictions" if method == "predict_step" else "a dict of logs"
+        raise TypeError(f"{model.name}: {method} returned None; it must return {what}")
+    return result
+
+
 def first_batch(
     model: Any, x: Any, y: Any, sample_weight: Any, batch_size: int | None
 ) -> tuple[Any, tuple[bool, ...]]:

@@ -68,6 +68,32 @@ class Reads(LAYERS.Layer):
         return x * self.read(x)
 
 
+class Silent(keras.Model):
+    """Its steps end without a `return`."""
+
+    def train_step(self, data):
+        """Trains nothing."""
+
+    test_step = predict_step = train_step
+
+
+@pytest.mark.parametrize(
+    ("run", "method", "what"),
+    [
+        (lambda model, x: model.fit(x, x, verbose=0), "train", "a dict of logs"),
+        (lambda model, x: model.evaluate(x, x, verbose=0), "test", "a dict of logs"),
+        (lambda model, x: model.predict(x, verbose=0), "predict", "the predictions"),
+    ],
+)
+def test_a_step_that_returns_nothing_is_refused(run, method, what):
+    model = Silent(name="silent")
+    model.compile("sgd", "mse")
+    mw.keras.distribute(model, MESH)
+    text = f"silent: {method}_step returned None; it must return {what}$"
+    with pytest.raises(TypeError, match=text):
+        run(model, np.ones([8, 4]))
+
+
 KEPT = tf.Variable(2.0, name="kept_outside")
 
 
