@@ -45,6 +45,7 @@ from meshwright.framework.functions.keras_plan import (
     FitPlan,
     StepLayout,
     batch_of,
+    check_can_train,
     check_topology,
     first_batch,
     placed_variables,
@@ -363,16 +364,7 @@ def program(
             f"{model.name} is on no mesh: call mw.keras.distribute(model, mesh, "
             "layout) before mw.keras.program"
         )
-    if x is None:
-        raise ValueError(
-            f"{model.name}: a program is compiled for a batch, and there are no data: "
-            "pass x, and y, as to fit: mw.keras.program(model, x, y, batch_size=32)"
-        )
-    if not model.compiled:
-        raise ValueError(
-            f"{model.name} is not compiled, and a train step has a loss and an "
-            "optimizer: call model.compile() before mw.keras.program"
-        )
+    check_can_train(model, x, "mw.keras.program")
     model.make_train_function()
     batch = first_batch(model, x, y, sample_weight, batch_size)
     return model.train_function.step.program(*batch)
@@ -383,7 +375,7 @@ def plan(
     mesh: DeviceMesh,
     layout: str | Mapping[str, Any] | ShardingPlan = "data",
     *,
-    topology: str,
+    topology: str | None = None,
     x: Any = None,
     y: Any = None,
     batch_size: int | None = None,
@@ -397,19 +389,23 @@ def plan(
     Args:
       model: a Keras model that is compiled.
       mesh, layout: as of `distribute`; the mesh has as many devices as the topology.
-      topology: such as "v5e:2x4" or "h100:8", see `topology_devices`.
+      topology: such as "v5e:2x4" or "h100:8", see `topology_devices`; has to be given.
       x, y, batch_size: as of `program`; of data a batch is read.
       **options: of `distribute`, but for `devices`.
 
     Raises:
+      TypeError: see `distribute`; no topology.
       ValueError: see `distribute` and `program`; an unknown topology, or of another
         size than the mesh.
       ImportError: libtpu, or for GPUs JAX's CUDA plugin, is not installed.
       OutOfMemoryError: the step does not fit into a device's memory.
       LoweringError: see `compile_program`.
     """
-    check_mesh(mesh, getattr(model, "name", "plan"))
+    _check_model(model)
+    _check_options(model, options, "plan", ("topology", "x", "y", "batch_size"))
+    check_mesh(mesh, model.name)
     check_topology(topology, mesh)
+    check_can_train(model, x, "mw.keras.plan")
     devices = topology_devices(topology)
     distribute(model, mesh, layout, devices=devices, **options)
     step = program(model, x, y, batch_size=batch_size)
@@ -432,11 +428,18 @@ def _check_model(model: Any) -> None:
         raise ValueError(under_strategy(model.name, model._distribute_strategy))
 
 
-def _check_options(model: Any, options: Mapping[str, Any]) -> None:
-    for option in options.keys() - {*_OPTIONS}:
+def _check_options(
+    model: Any,
+    options: Mapping[str, Any],
+    taker: str = "distribute",
+    more: Sequence[str] = (),
+) -> None:
+    """Refuses what is no option of `distribute`, nor one of `more` of the `taker`."""
+    known = (*more, *_OPTIONS)
+    for option in options.keys() - {*known}:
         raise TypeError(
-            f"{model.name}: distribute has no option {option!r}"
-            f"{did_you_mean(option, _OPTIONS)}; it has {', '.join(_OPTIONS)}"
+            f"{model.name}: {taker} has no option {option!r}"
+            f"{did_you_mean(option, known)}; it has {', '.join(known)}"
         )
     check_switches(model.name, options)
 

@@ -237,12 +237,18 @@ def backup(folder: str | os.PathLike) -> Any:
       The callback.
 
     Raises:
+      TypeError: the folder is no path.
       NotADirectoryError: the folder is a file.
       ValueError: in `fit`: the model is neither built nor on a mesh; the backup is of
         other variables, by their number or shapes; or it is damaged.
     """
     import keras
 
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(
+            f"mw.keras.backup: the folder is {folder!r}; pass its path, such as "
+            "'backups/first'"
+        )
     if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
         raise NotADirectoryError(
             f"mw.keras.backup: {os.fspath(folder)} is a file: pass a folder, "

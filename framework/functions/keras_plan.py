@@ -311,8 +311,37 @@ def _of_any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def check_topology(name: str, mesh: DeviceMesh) -> None:
-    """Raises ValueError for an unknown topology, or of another size than the mesh."""
+def check_can_train(model: Any, x: Any, asker: str) -> None:
+    """Raises ValueError for `asker` if a train step lacks data, a loss or an optimizer.
+
+    Args:
+      model: the Keras model.
+      x: its data.
+      asker: the function that needs them, for messages.
+    """
+    if x is None:
+        raise ValueError(
+            f"{model.name}: a program is compiled for a batch, and there are no data: "
+            f"pass x, and y, as to fit, to {asker}, such as x=x, y=y, batch_size=32"
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, and a train step has a loss and an "
+            f"optimizer: call model.compile() before {asker}"
+        )
+
+
+def check_topology(name: str | None, mesh: DeviceMesh) -> None:
+    """Raises an error for a topology that is unknown, or of another size than the mesh.
+
+    Raises:
+      TypeError: it is None.
+      ValueError: it is unknown, or of another size.
+    """
+    if name is None:
+        raise TypeError(
+            "mw.keras.plan needs a topology, such as topology='v5e:2x4' or 'h100:8'"
+        )
     size = topology(name).size
     if size != mesh.size:
         raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, read_pattern
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.framework.sizes import bytes_text
@@ -123,15 +123,7 @@ class LayoutTable(Layout):
             row = f"row {pattern!r}: {dims!r} of the layout"
             if not isinstance(pattern, str):
                 raise ValueError(f"{row} begins with no regular expression: pass a str")
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                hint = ""
-                if pattern.startswith(("*", "?")):
-                    hint = f": it is no glob, pass {'.' + pattern!r}"
-                raise ValueError(
-                    f"{row}: {error} in the regular expression{hint}"
-                ) from None
+            read_pattern(pattern, row)
             if isinstance(dims, str) or not isinstance(dims, Sequence):
                 raise ValueError(
                     f"{row} is no list: name the mesh axis of each dim, None for a dim "

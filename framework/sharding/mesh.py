@@ -198,6 +198,25 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
+def read_pattern(pattern: str, what: str) -> re.Pattern[str]:
+    """A regular expression of a user.
+
+    Args:
+      pattern: the expression.
+      what: names it in the message.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        hint = "write \\ before characters that have a meaning in one"
+        if pattern.startswith(("*", "?")):
+            hint = f"it is no glob, pass {'.' + pattern!r}"
+        raise ValueError(f"{what}: {error} in the regular expression: {hint}") from None
+
+
 def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The index in flattened `ids` of each of `wanted`; both hold the same ids.
 

@@ -9,6 +9,7 @@ import pathlib
 import string
 from typing import Any
 
+from meshwright.framework.compiler.boundary.borders import no_program
 from meshwright.framework.compiler.explaining.explain import Explanation, explain
 from meshwright.framework.compiler.explaining.explain_difference import (
     explain_difference,
@@ -45,6 +46,7 @@ def explain_page(
       other: a second program to be shown beside it, of the same kind.
 
     Raises:
+      TypeError: it is no program.
       ValueError: an explanation and a program that is only traced; the mesh has one
         device.
       LoweringError: see `explain`.
@@ -63,6 +65,9 @@ def explain_page(
 def page_text(program: Shown, *, other: Shown | None = None) -> str:
     """The text of the page that `explain_page` writes."""
     programs, lines = [program] if other is None else [program, other], Lines()
+    for each in programs:
+        if not isinstance(each, Shown):
+            raise no_program("explain_page", each)
     folds = other is None  # Two programs are compared by the names of all tensors.
     if any(isinstance(each, TracedProgram) for each in programs):
         differing = explain_difference(*programs).tensors if other is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,23 @@ def check_kinds(name: str, args: Iterable[Any], mesh: DeviceMesh) -> None:
             f"{name}: args is of type {type(args).__name__}; pass a list with a nest "
             "of tf.TensorSpec for each argument"
         )
+
+
+def no_program(asker: str, given: Any) -> TypeError:
+    """The error of a function that was given something else than a program.
+
+    Args:
+      asker: the function's name.
+      given: what it was given; of a Keras model the error says how to get its program.
+    """
+    keras = sys.modules.get("keras")
+    is_model = keras is not None and isinstance(given, keras.Model)
+    maker = "compile_program(fn, specs, mesh)"
+    maker = "mw.keras.program(model, x, y)" if is_model else maker
+    return TypeError(
+        f"{asker} takes a Program, as {maker} returns it; this is of type "
+        f"{type(given).__name__}"
+    )
 
 
 def check_results(name: str, out: Any) -> None:

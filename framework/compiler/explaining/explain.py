@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.boundary.borders import no_program
 from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.explaining.explain_why import (
     Known,
@@ -230,10 +231,7 @@ def explain(program: Program, *, reasons: bool = False) -> Explanation:
       ValueError: the mesh has one device.
     """
     if not isinstance(program, Program):
-        raise TypeError(
-            "explain takes a Program, as compile_program(fn, specs, mesh) returns it; "
-            f"this is of type {type(program).__name__}"
-        )
+        raise no_program("explain", program)
     completion = complete(program.unpartitioned)
     at, elsewhere = inserted_collectives(program)
     arguments, results = _arguments(program, completion), _results(program, completion)

@@ -167,11 +167,11 @@ def find(reasons: Reasons, target: str) -> list[TensorLayout]:
 
     Raises:
       TypeError: the target is no name.
-      ValueError: there are none; the message has the nearest names.
+      ValueError: it is empty, or there are none; the message has the nearest names.
     """
-    if not isinstance(target, str):
+    if not isinstance(target, str) or not target:
         name = shown_name(max(reasons.tensors, key=lambda t: len(t.shape)).name)
-        raise TypeError(
+        raise (ValueError if target == "" else TypeError)(
             f"{reasons.name}: {target!r} is no name; pass that of a tensor or a layer, "
             f"or a line of code, such as {name!r}"
         )

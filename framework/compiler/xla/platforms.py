@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import re
 
@@ -46,6 +47,7 @@ def set_platform(
         status 70. None: never, for programs that rightly wait for something outside.
 
     Raises:
+      TypeError: the number of devices is no int.
       ValueError: there is no such platform, or none of its devices here; or JAX has
         started with other devices.
     """
@@ -53,6 +55,11 @@ def set_platform(
         hint = '; did you mean "cuda"?' if platform == "gpu" else ""
         raise ValueError(
             f'there is no platform {platform!r}: it is "cpu", "cuda" or "tpu"{hint}'
+        )
+    if not isinstance(device_count, numbers.Integral | None):
+        raise TypeError(
+            f"device_count is {device_count!r}; pass the number of virtual cpu devices "
+            "as an int, such as 8"
         )
     if device_count is not None and (platform != "cpu" or device_count < 1):
         raise ValueError(

@@ -58,6 +58,8 @@ def test_an_unknown_platform_is_refused():
         set_platform("gpu")
     with pytest.raises(ValueError, match="no platform 'cpus': it is .* or \"tpu\"$"):
         set_platform("cpus", 8)
+    with pytest.raises(TypeError, match="device_count is '8'; pass the number of virt"):
+        set_platform("cpu", "8")
 
 
 @pytest.mark.parametrize(

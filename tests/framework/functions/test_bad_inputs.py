@@ -263,6 +263,14 @@ def test_a_program_of_real_numbers(to_complex):
             lambda: mw.visualize(X),
             r"this is of type ndarray: program.shard\(...\) puts host arrays onto a",
         ),
+        (
+            lambda: mw.explain(keras.Sequential()),
+            r"explain takes a Program, as mw.keras.program\(model, x, y\) returns it",
+        ),
+        (
+            lambda: mw.explain_page(keras.Sequential(), "page.html"),
+            r"explain_page takes a Program, as mw.keras.program\(model, x, y\) ret",
+        ),
     ],
 )
 def test_an_argument_of_another_kind(call, message):

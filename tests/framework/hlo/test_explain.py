@@ -406,6 +406,8 @@ def test_a_part_is_chosen_by_a_pattern_and_by_size(partitioner):
     text = explanation.text(match="no such layer")
     assert "There are no tensors that match 'no such layer'. Leave" in text
     assert "\n\n\n" not in text and "Left replicated:" not in text
+    with pytest.raises(ValueError, match=r"match='up0\(': missing \), .*write \\ bef"):
+        explanation.text(match="up0(")
 
 
 def test_long_names_do_not_break_columns():

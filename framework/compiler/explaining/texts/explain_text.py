@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from meshwright.framework.compiler.explaining.texts.screen import WIDTH, on_scre
 from meshwright.framework.compiler.explaining.why import GSPMD_NOTE
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER, shown_name
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.sharding.mesh import read_pattern
 from meshwright.framework.sizes import bytes_text, counted
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def explanation_text(
       axis: a mesh axis; only tensors that it splits, or that are sent along it, are.
 
     Raises:
-      ValueError: there is no such axis.
+      ValueError: there is no such axis, or `match` is no regular expression.
     """
-    pattern = re.compile(match)
+    pattern = read_pattern(match, f"match={match!r}")
     if axis:
         explanation.mesh.part(axis)
 

@@ -134,6 +134,31 @@ def test_a_backup_in_place_of_a_file_is_refused_at_once(tmp_path):
     with pytest.raises(NotADirectoryError, match="file is a file: pass a folder"):
         mw.keras.backup(tmp_path / "file")
     mw.keras.backup(tmp_path / "none")
+    with pytest.raises(TypeError, match="the folder is 3; pass its path, such as"):
+        mw.keras.backup(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"topolgy": "v5e:2x4"}, TypeError, "plan has .* 'topolgy'; did you mean 'top"),
+        ({}, TypeError, "mw.keras.plan needs a topology, such as topology='v5e:2x4'"),
+        (
+            {"topology": "v5e:2x4"},
+            ValueError,
+            "no data: .* as to fit, to mw.keras.plan",
+        ),
+        (
+            {"topology": "v5e:2x4", "x": np.ones([8, 4])},
+            ValueError,
+            r"bare is not compiled.* call model.compile\(\) before mw.keras.plan",
+        ),
+    ],
+)
+def test_a_plan_says_what_it_lacks(given, error, message):
+    bare = keras.Sequential([LAYERS.Dense(4)], name="bare")
+    with pytest.raises(error, match=message):
+        mw.keras.plan(bare, MESH, **given)
 
 
 def test_a_variable_that_is_not_on_a_mesh_cannot_be_drawn():

@@ -84,6 +84,7 @@ def test_the_reasons_of_gspmd_are_said_to_be_shardys():
             "'Zebra12345'; it has '.*', and others: explain",
         ),
         ("while/Tanh", "Z", "unknown mesh axis 'Z'"),
+        ("", None, "looped: '' is no name; pass that of a tensor or a layer"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_nearest_names(target, axis, message):
