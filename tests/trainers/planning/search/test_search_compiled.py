@@ -61,7 +61,7 @@ def finished(interrupted):
     where = space()
     cache = PlanCache(folder=interrupted[0] / "cache")
     screened = search_screen.screen(where)
-    return list(search._compiled(where, screened.promising, cache, BUDGET, 1))
+    return list(search._compiled(screened.promising, cache, BUDGET, 1))
 
 
 def test_an_interrupted_search_says_how_to_go_on(interrupted):
