@@ -193,7 +193,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
     Upper and lower case are alike.
     """
-    by_lower = {one.lower(): one for one in known}
+    by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), by_lower, 1)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 

@@ -239,13 +239,13 @@ def _by_cause(
     for why, group in [*groups.items()][:_LARGEST]:
         yield from (f"  {line}" for line in why or ["of no known cause"])
         in_order = sorted(group, key=lambda one: scope(one) != ())
-        told = grouped(in_order, scope, lambda one: 0)  # The largest is the first.
-        for one, *others in told[:most]:
+        rows = grouped(in_order, scope, lambda one: 0)  # The largest is the first.
+        for one, *others in rows[:most]:
             yield from (f"    {line}" for line in lines(one))
             if others:
                 yield f"        and {len(others)} more of the same random numbers"
-        if len(told) > most:
-            yield f"    and {sum(map(len, told[most:]))} more of this cause"
+        if len(rows) > most:
+            yield f"    and {sum(map(len, rows[most:]))} more of this cause"
     if len(groups) > _LARGEST:
         left = sum(map(len, [*groups.values()][_LARGEST:]))
         yield f"  and {left} more, of other causes"

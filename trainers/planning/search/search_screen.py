@@ -138,6 +138,11 @@ class ScoredCandidate(_OfSpace):
     propagated: bool = False
     turn: int = 0
 
+    @property
+    def seconds_per_example(self) -> float:
+        """The guess by which candidates of several batches compare."""
+        return self.seconds / self.candidate.batch
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropped(_OfSpace):
@@ -274,8 +279,7 @@ def _joined_progress(parts: Sequence[Progress]) -> Progress | None:
 
 def promise(scored: ScoredCandidate) -> tuple[bool, int, float]:
     """Smaller is better: the configuration, then the turn, then the time an example."""
-    seconds = scored.seconds / scored.candidate.batch
-    return (not scored.configured, scored.turn, seconds)
+    return (not scored.configured, scored.turn, scored.seconds_per_example)
 
 
 def _recomputed(

@@ -44,7 +44,7 @@ def distinct(finder: Finder, most: int) -> list[Found]:
         if len(kept) == _LOOKED_AT * most:
             break
         mine = shares[found.point.step]
-        same_step = (one for one in kept if one.point.step == found.point.step)
+        same_step = (plan for plan in kept if plan.point.step == found.point.step)
         if not any(
             _costs_alike(finder, found, other) and _splits_alike(mine, found, other)
             for other in same_step

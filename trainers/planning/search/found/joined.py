@@ -158,7 +158,8 @@ def _in_turn(
     scored: ScoredCandidate, found: Sequence[ScoredCandidate]
 ) -> ScoredCandidate:
     """A file's candidate among those found, which have another order than time's."""
-    faster = sum(promise(one)[2] < promise(scored)[2] for one in found)
+    seconds = scored.seconds_per_example
+    faster = sum(candidate.seconds_per_example < seconds for candidate in found)
     return dataclasses.replace(scored, turn=faster)
 
 
@@ -196,7 +197,7 @@ def _without_slow(
     best = float("inf") if progress.best is None else progress.best
     fast, slow = [], []
     for one in scored:
-        is_slow = one.seconds / one.candidate.batch > (1 + MARGIN) * best
+        is_slow = one.seconds_per_example > (1 + MARGIN) * best
         waits = is_slow and one.propagated and not one.configured
         (slow if waits else fast).append(one)
     left_out = dict(screened.left_out)

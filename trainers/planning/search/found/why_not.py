@@ -43,13 +43,13 @@ def _reason(
     screened = outcome.screened
     timed = [s for s in (*screened.promising, *screened.slow) if mine(s.candidate)]
     if timed:
-        best = min(timed, key=lambda s: (not s.propagated, _seconds(s)))
+        best = min(timed, key=lambda s: (not s.propagated, s.seconds_per_example))
         if best.propagated and not winner.promising.propagated:
-            each = f"{1e3 * _seconds(best):.4g} ms an example by propagation"
+            each = f"{1e3 * best.seconds_per_example:.4g} ms an example by propagation"
             return f"was not compiled at {_at(best)}; {each}"
         if not best.propagated:
             return f"was not compiled at {_at(best)}, nor propagated"
-        more = _seconds(best) / _seconds(winner.promising) - 1
+        more = best.seconds_per_example / winner.promising.seconds_per_example - 1
         return _slower(best, more, "by propagation")
     dropped = [d for d in screened.dropped if mine(d.candidate)]
     if large := [d for d in dropped if d.bound is not None]:
@@ -70,10 +70,6 @@ def _not_allowed(dropped: list[Dropped]) -> str:
         at = _at(same[0])
         return f"the same program as another plan at {at}; elsewhere {reason}"
     return f"not allowed: {reason}"
-
-
-def _seconds(scored: ScoredCandidate) -> float:
-    return scored.seconds / scored.candidate.batch
 
 
 def _slower(scored: ScoredCandidate, more: float, how: str) -> str:
