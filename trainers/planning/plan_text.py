@@ -42,7 +42,8 @@ def _table(section: Section) -> Iterator[str]:
             column.text(_sum([row[column.field] for row in rest]))
             for column in columns[:numbers]
         ]
-        rows.append([*sums, f"in {len(rest)} more rows"])
+        more = f"{len(rest)} more row{'s' * (len(rest) > 1)}"
+        rows.append([*sums, f"in {more}" if sums else more])
     widths = [
         max(len(row[i]) for row in rows if i < len(row)) for i in range(len(columns))
     ]

@@ -460,14 +460,14 @@ Sharded weight updates
                                     [6.1003:X.Y,16]
      2.00 MiB  1.00 MiB     200 us  theta.stack.w_4_of_a_very_long_name
                                     [6, 1004, 16]  [6.1004:X.Y,16]
-     4.00 MiB  2.00 MiB     400 us  2 more
+     4.00 MiB  2.00 MiB     400 us  in 2 more rows
 
 Weight updates left unsharded
   weight             shape          why
   theta.stack.w_903  [6, 1903, 16]  it would cost 903 us a step
   theta.stack.w_902  [6, 1902, 16]  it would cost 902 us a step
   theta.stack.w_901  [6, 1901, 16]  it would cost 901 us a step
-  1 more
+  1 more row
 """
 
 

@@ -86,7 +86,8 @@ def test_a_misspelt_dim_of_a_layer_is_refused(caplog, monkeypatch):
 
     monkeypatch.setattr(Context, "split", misspelt)
     message = (
-        "'hidden', which no activation .* mean hiden. If 'hiden' of 'stack[.].* is"
+        "'hidden', which no activation has; do you mean hiden. Write 'hiden': 'Y' in "
+        "place of 'hidden': 'Y', for 'stack[.].*'. Or keep the entry"
     )
     with pytest.raises(ValueError, match=message):
         small_programs().check_dims_of_plan()
