@@ -139,7 +139,8 @@ class Finder:
         self._waiting: list[tuple[float, Point]] = []
         self._turn = True
         self._crowded: list[tuple[int, float, Point]] = []
-        self._seen: set[Point] = set()
+        self._waited: set[Point] = set()
+        self._taken: set[Point] = set()
         self._around: set[Point] = set()
 
     @property
@@ -224,14 +225,23 @@ class Finder:
         The best of each crowd take turns with what waits: a rough cost is no measure
         beside one that propagation corrected, nor beside that of another mesh.
         """
+        for queue in (self._waiting, self._crowded):
+            while queue and queue[0][-1] in self._taken:
+                heapq.heappop(queue)
         is_start = self._waiting and self._waiting[0][0] < 0
         has_turn = self._turn and self._crowded and self._crowded[0][0] < _FIRST
         self._turn = not has_turn
         if self._crowded and not is_start and (has_turn or not self._waiting):
-            return heapq.heappop(self._crowded)[-1]
+            return self._take(self._crowded)
         if not self._waiting and not self._widen():
             return None
-        return heapq.heappop(self._waiting)[-1]
+        return self._take(self._waiting)
+
+    def _take(self, queue: list[tuple]) -> Point:
+        """The first of a queue. It may wait in the other too, with another cost."""
+        point = heapq.heappop(queue)[-1]
+        self._taken.add(point)
+        return point
 
     def _widen(self) -> bool:
         """Has the neighbours of the best other plan wait; whether there are any."""
@@ -249,8 +259,8 @@ class Finder:
         return self.rank(found) <= ranks[-1]
 
     def _wait(self, point: Point, cost: float) -> None:
-        if point not in self._seen:
-            self._seen.add(point)
+        if point not in self._waited and point not in self._taken:
+            self._waited.add(point)
             heapq.heappush(self._waiting, (cost, point))
 
     def look_up(self, point: Point) -> Found | None:
@@ -296,8 +306,7 @@ class Finder:
         scores = self.score(rough, step, crowd)
         for rank, i in enumerate(np.argsort(scores, kind="stable")[:_KEPT]):
             point = Point(step, shape, tuple(map(int, crowd[i])))
-            if scores[i] < _TOO_LARGE and point not in self._seen:
-                self._seen.add(point)
+            if scores[i] < _TOO_LARGE:
                 heapq.heappush(self._crowded, (rank, scores[i], point))
 
     def _improved(self, rough, step: int, crowd: np.ndarray, names) -> np.ndarray:

@@ -191,6 +191,19 @@ def test_crowds_take_turns_with_neighbours(finder):
     assert turns == [crowd[0], *waiting, crowd[1]]
 
 
+def test_a_plan_of_a_crowd_comes_as_a_neighbour_too(finder):
+    """Where it waits with a promising cost, not at the crowd's end; and once."""
+    search = fresh(finder)
+    search.run([], most=0)
+    late = max(search._crowded)[-1]
+    search._wait(late, 0.0)
+    assert late in [search._next() for _ in range(2)]
+    assert late in {point for *_, point in search._crowded}
+    search._waiting = []
+    rest = iter(search._next, None)
+    assert late not in itertools.islice(rest, len(search._crowded))
+
+
 def test_a_name_takes_axes_from_all_that_it_clashes_with(finder):
     """Two steps by way of a plan without the axis are one."""
     plan = masks(finder, activations={"batch": 1, "sequence": 2, "stream": 2})
@@ -203,7 +216,7 @@ def test_axes_of_other_sizes_change_places(finder):
     tables = {"weights": {"model": 1, "hidden": 2}, "activations": {"batch": 1}}
     swapped = {"weights": {"model": 2, "hidden": 1}, "activations": {"batch": 2}}
     for shape, waits in (((4, 2), True), ((2, 2, 2), False)):
-        search._waiting, search._seen = [], set()
+        search._waiting, search._waited = [], set()
         search._wait_around(search.look_up(Point(0, shape, masks(finder, **tables))))
         other = Point(0, shape, masks(finder, **swapped))
         assert (other in {point for _, point in search._waiting}) == waits
