@@ -40,8 +40,7 @@ class NeuMF(Layer):
       factors: F of the product.
       mlp_dims: H of the perceptron, bottom up. The first is the size of its input: half
         of it is the user's and half the item's.
-      lookup: how rows of tables are picked. AUTO is a product with ONE_HOT where the
-        sharding plan splits the rows, and GATHER elsewhere.
+      lookup: how rows of tables are picked.
 
     Raises:
       ValueError: a size below 1; a perceptron without a layer, or one that reads an odd
@@ -52,7 +51,7 @@ class NeuMF(Layer):
     items: int = bounded(at_least=1)
     factors: int = bounded(64, at_least=1)
     mlp_dims: Sequence[int] = (256, 256, 128, 64)
-    lookup: Lookup = Lookup.AUTO
+    lookup: Lookup = Lookup.GATHER
 
     def __post_init__(self):
         super().__post_init__()
@@ -138,14 +137,13 @@ class NeuMF(Layer):
     def _vectors(self, ctx, theta, user, item) -> list[tf.Tensor]:
         """[B, width] of the users and of the items, activation dtype."""
         return [
-            self._rows(ctx, theta.user, user, "users"),
-            self._rows(ctx, theta.item, item, "items"),
+            self._rows(ctx, theta.user, user),
+            self._rows(ctx, theta.item, item),
         ]
 
-    def _rows(self, ctx, table: tf.Tensor, ids: tf.Tensor, name: str) -> tf.Tensor:
+    def _rows(self, ctx, table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         # Not cast before: the gradients of many pairs for a row are added in float32.
-        dims = (name, "model")
-        rows = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
+        rows = pick_rows(ctx, table, ids, self.lookup)
         return ctx.split(rows, BM)
 
     def _hidden(

@@ -25,12 +25,12 @@ BSV = ("batch", "sequence", "vocab")
 class Lookup(enum.Enum):
     """How table rows are picked.
 
-    GATHER does not touch other rows, but collects a table whose vocabulary is split on
-    every device. ONE_HOT is a matrix product, which partitions. AUTO takes ONE_HOT
-    where the sharding plan splits the vocabulary, and GATHER elsewhere.
+    GATHER reads these rows alone. Where the vocabulary is split, each device reads the
+    rows that it has, and an all-reduce adds zeros for the others. ONE_HOT is a product
+    of one-hot rows with the table, of which a TPU's matrix units do a part, and which
+    computes as much as a softmax over the vocabulary.
     """
 
-    AUTO = "auto"
     GATHER = "gather"
     ONE_HOT = "one_hot"
 
@@ -64,7 +64,7 @@ class TokenEmbedding(Layer):
 
     vocab_size: int = bounded(at_least=1)
     model_dims: int = bounded(at_least=1)
-    lookup: Lookup = Lookup.AUTO
+    lookup: Lookup = Lookup.GATHER
     softmax: SoftmaxKind = SoftmaxKind.SEPARATE
     input_scale: float | None = bounded(None, above=0)
 
@@ -96,20 +96,17 @@ class TokenEmbedding(Layer):
 
         The gradient of a lookup has the table's size: that of one is written once.
         """
-        table, dims = theta.table, self.weights().table.dims
+        table = theta.table
         if not ctx.widens_gradients:  # First: then the rows of a smaller table move.
             table = ctx.cast(table)
-        lookup = _resolved(ctx, self.lookup, dims)
         first, *others = (each.shape.as_list() for each in ids)
         alike = all(shape == first for shape in others)
-        if len(ids) > 1 and alike and lookup is Lookup.GATHER:
+        if len(ids) > 1 and alike and self.lookup is Lookup.GATHER:
             together = tf.stack(ids, axis=1)
-            rows = pick_rows(ctx, table, together, dims=dims, lookup=lookup)
+            rows = pick_rows(ctx, table, together, self.lookup)
             picked = tf.unstack(rows, axis=1)
         else:
-            picked = [
-                pick_rows(ctx, table, each, dims=dims, lookup=lookup) for each in ids
-            ]
+            picked = [pick_rows(ctx, table, each, self.lookup) for each in ids]
         picked = [to_stream(ctx, x) for x in picked]
         return picked if self.scale == 1 else [x * self.scale for x in picked]
 
@@ -160,37 +157,23 @@ class Softmax(Layer):
 
 
 def pick_rows(
-    ctx: Context,
-    table: tf.Tensor,
-    ids: tf.Tensor,
-    *,
-    dims: Sequence[str],
-    lookup: Lookup,
+    ctx: Context, table: tf.Tensor, ids: tf.Tensor, lookup: Lookup
 ) -> tf.Tensor:
     """The rows of a table that `ids` name.
 
     Args:
-      ctx: gives the sharding plan, for AUTO, and the activation dtype.
+      ctx: gives the activation dtype.
       table: [V, M]. In its dtype a gather's gradient adds up the gradients of a row.
       ids: integers [...], in [0, V).
-      dims: the table's logical dims.
       lookup: how rows are picked.
 
     Returns:
       [..., M] in the activation dtype.
     """
-    if _resolved(ctx, lookup, dims) is Lookup.GATHER:
+    if lookup is Lookup.GATHER:
         return _gathered(ctx, table, ids)
     one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
     return contract(ctx, one_hot, table)
-
-
-def _resolved(ctx: Context, lookup: Lookup, dims: Sequence[str]) -> Lookup:
-    """What AUTO stands for."""
-    if lookup is not Lookup.AUTO:
-        return lookup
-    splits = ctx.plan.weight_sharding(dims, ctx.path).splits()
-    return Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
 
 
 def _gathered(ctx: Context, table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:

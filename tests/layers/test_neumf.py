@@ -119,15 +119,6 @@ def test_computes_on_eight_devices_what_it_does_on_one(plan, partitioner, monkey
     )
 
 
-@pytest.mark.parametrize(("plan", "dots"), [("data", False), ("rows", True)])
-def test_rows_are_a_product_where_a_plan_splits_them(plan, dots, hlo_text):
-    layer, theta = neumf()
-    ctx = Context(plan=PLANS[plan])
-    specs = theta.map(tf.TensorSpec.from_tensor), *[tf.TensorSpec([B], tf.int32)] * 2
-    hlo = hlo_text(lambda t, user, item: layer.fprop(ctx, t, user, item=item), *specs)
-    assert (" gather(" in hlo) != dots
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

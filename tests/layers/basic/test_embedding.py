@@ -16,12 +16,13 @@ from meshwright.layers.basic.embedding import (
     SoftmaxKind,
     TokenEmbedding,
 )
+from tests.framework.partial.partial_programs import compiled, sent
 
 RNG = np.random.default_rng(0)
 V, M = 11, 16
 
 
-def embedding(lookup=Lookup.AUTO, softmax=SoftmaxKind.SEPARATE):
+def embedding(lookup=Lookup.GATHER, softmax=SoftmaxKind.SEPARATE):
     layer = TokenEmbedding(vocab_size=V, model_dims=M, lookup=lookup, softmax=softmax)
     return layer, initialize(layer.weights(), key_from_seed(0))
 
@@ -71,6 +72,26 @@ def test_several_lookups_are_those_of_each(lengths, lookup):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_no_device_collects_a_table_whose_vocabulary_is_split():
+    """Rows are added up, [4, 5, 16] of a device; and the gradient of its part."""
+    layer = TokenEmbedding(vocab_size=64, model_dims=M)
+    plan = ShardingPlan(
+        mesh_axes=("dp", "tp"), mesh_shape=(2, 2), activations={"batch": "dp"}
+    )
+
+    def gradient(table, ids):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            x = layer.fprop(Context(plan=plan), NestedMap(table=table), ids)
+            loss = tf.reduce_sum(tf.square(x))
+        return tape.gradient(loss, table)
+
+    for program in compiled(gradient, "[64@tp,16]", "s32[8@dp,5]"):
+        sends = sent(program)
+        assert "all-reduce tp [4,5,16]" in sends or "all-reduce tp [20,16]" in sends
+        assert not [send for send in sends if "all-gather" in send]
+
+
 @pytest.mark.parametrize("lengths,count", [((5, 5), 1), ((5, 3), 2)])
 def test_the_gradient_of_lookups_that_are_alike_is_written_once(
     lengths, count, hlo_text
@@ -89,15 +110,13 @@ def test_the_gradient_of_lookups_that_are_alike_is_written_once(
     assert hlo_text(gradient, table, *ids).count(" scatter(") == count
 
 
-@pytest.mark.parametrize(
-    ("axes", "dot"), [({"vocab": "Y"}, True), ({"model": "X"}, False)]
-)
-def test_auto_lookup_is_a_product_where_the_vocabulary_is_split(axes, dot, hlo_text):
-    layer, theta = embedding()
-    ctx = Context(plan=ShardingPlan(mesh_shape=(2, 4), weights=axes))
+@pytest.mark.parametrize("lookup", Lookup)
+def test_a_lookup_is_a_gather_or_a_product(lookup, hlo_text):
+    layer, theta = embedding(lookup)
     specs = theta.map(tf.TensorSpec.from_tensor), tf.TensorSpec([2, 5], tf.int32)
-    hlo = hlo_text(lambda theta, ids: layer.fprop(ctx, theta, ids), *specs)
-    assert (" dot(" in hlo, " gather(" in hlo) == (dot, not dot)
+    hlo = hlo_text(lambda theta, ids: layer.fprop(Context(), theta, ids), *specs)
+    gathers = lookup is Lookup.GATHER
+    assert (" dot(" in hlo, " gather(" in hlo) == (not gathers, gathers)
 
 
 def test_vectors_have_unit_variance_however_the_table_is_used():
