@@ -135,6 +135,15 @@ def test_sums_of_sums_are_reduced_once():
     assert sum(sent.count for sent in found.sent) == 1
 
 
+def test_a_lookup_loads_a_table_that_fits_and_its_rows():
+    """16 columns are padded to 128; a table of 32 MiB is not loaded."""
+    rows = 2 * 4 * B * M
+    for shape, table in (((600, 16), 4 * 600 * 128), ((2**16, M), 0)):
+        fn = lambda w: tf.gather(w, tf.zeros([B], tf.int32))  # noqa: E731
+        found = work(named(fn, (shape, [None, None])))
+        assert found.moved == rows + table
+
+
 def test_large_meshes_are_written_in_short():
     names = tuple(f"n{i}" for i in range(40))
     mesh = DeviceMesh(names, (2,) * 40)

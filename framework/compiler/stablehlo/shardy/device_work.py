@@ -44,8 +44,6 @@ _COLUMNS = 128
 # Their operands or results are arrays in memory, whatever XLA fuses.
 _MOVES = (
     "dynamic_slice",
-    "gather",
-    "scatter",
     "transpose",
     "concatenate",
     "pad",
@@ -53,6 +51,9 @@ _MOVES = (
     "reduce_window",
     "select_and_scatter",
 )
+# They load the full table, padded, if a TPU's vector memory holds it.
+_ROWS = ("gather", "scatter")
+_HELD = 2**24
 # They take no time, or are part of what reads them.
 _FREE = (
     "constant",
@@ -223,6 +224,19 @@ class _Walk:
         """A device's bytes of a value."""
         return math.prod(self.local(value)) * itemsize(value)
 
+    def _padded(self, value: ir.Value) -> float:
+        """A device's bytes of a value, with rows padded to a TPU's lanes."""
+        *others, last = self.local(value) or [1]
+        return math.prod(others) * -(-last // _COLUMNS) * _COLUMNS * itemsize(value)
+
+    def _rows(self, op) -> float:
+        """The bytes that a gather or a scatter of rows moves."""
+        table, result = self._padded(op.operands[0]), op.results[0]
+        loaded = table if table <= _HELD else 0
+        if op.name == "stablehlo.gather":
+            return loaded + 2 * self._padded(result)
+        return loaded + 2 * self._padded(op.operands[2]) + self._padded(result)
+
     def block(self, block, times: float) -> float:
         """Adds the work of a block that runs so many times.
 
@@ -367,6 +381,8 @@ class _Walk:
             self._add_up(op)
         if name == "dynamic_update_slice":
             self.work.moved += 2 * times * self.bytes(op.operands[1])
+        elif name in _ROWS:
+            self.work.moved += times * self._rows(op)
         elif name in _MOVES:
             self.work.moved += 2 * times * sum(map(self.bytes, op.results))
         elif name == "reduce":
