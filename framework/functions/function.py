@@ -40,6 +40,7 @@ from meshwright.framework.functions.change_forms import change_forms
 from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.functions.mesh_variable import (
     LOCK,
+    garbage_later,
     host_shapes,
     interrupts_later,
     is_ours,
@@ -47,6 +48,7 @@ from meshwright.framework.functions.mesh_variable import (
     note_readers,
     value_of,
 )
+from meshwright.framework.functions.progress import told_if_long
 from meshwright.framework.functions.traced import (
     TRACING,
     Traced,
@@ -192,8 +194,9 @@ class MeshFunction:
         if not known:
             paths = argument_paths(self._fn, args, kwargs)
             _check_arguments(self.name, paths, leaves)
-            with TRACING:
+            with TRACING, garbage_later(), told_if_long(self.name) as begin:
                 if key not in self._compiled:
+                    begin("tracing, once for each shape of its arguments")
                     specs = [_spec(leaf) or leaf for leaf in leaves]
                     check_before_tracing(self.name, self.mesh, specs)
                     options = self._options
@@ -207,6 +210,7 @@ class MeshFunction:
                             name=self.name,
                             keeps=self._layout.keeps,
                         )
+                    begin(f"compiling for the mesh ({self.mesh})")
                     with LOCK:
                         self._compiled[key] = self._compile(traced)
         return self._compiled[key]

@@ -35,6 +35,7 @@ from meshwright.framework.functions.function import (
 )
 from meshwright.framework.functions.keras_files import (
     backup,
+    end_at_once,
     is_built,
     share_files,
     under_strategy,
@@ -310,6 +311,7 @@ def distribute(
     for name, method in _FUNCTIONS.items():
         _replace(made, name, method)
     share_files(model)
+    end_at_once(model)
     made.warn_of_idle_devices()
     return model
 

@@ -191,9 +191,11 @@ def _building(model: Any) -> Iterator[None]:
     Keras does so with other backends. No batch is read: that would change the order of
     those that follow, where a dataset shuffles.
     """
+    begin = model._maybe_symbolic_build
 
     def build(iterator):
-        del model._maybe_symbolic_build  # Once: callbacks may evaluate.
+        model._maybe_symbolic_build = begin  # Once: callbacks may evaluate.
+        begin(iterator=iterator)
         # Of a batch Keras takes shapes and dtypes alone.
         model._symbolic_build(data_batch=iterator._distributed_dataset.element_spec)
 
@@ -201,7 +203,30 @@ def _building(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(model).pop("_maybe_symbolic_build", None)
+        model._maybe_symbolic_build = begin
+
+
+def end_at_once(model: Any) -> None:
+    """Has `fit` and `evaluate` of arrays end with their last step.
+
+    The thread with which TF tunes an input pipeline may miss that it is to end (TF
+    2.21). It then sleeps on, up to as long as the pipeline has been there, the
+    compilation of the first step included, and at most a minute. Keras's pipeline of
+    arrays, which is a slice for each batch, does without the tuning.
+    """
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    begin = type(model)._maybe_symbolic_build
+
+    def untune(iterator=None, data_batch=None):
+        if isinstance(getattr(iterator, "data_adapter", None), ArrayDataAdapter):
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            dataset = iterator._distributed_dataset.with_options(options)
+            iterator._distributed_dataset = dataset
+        begin(model, iterator=iterator, data_batch=data_batch)
+
+    model._maybe_symbolic_build = untune
 
 
 def _check_callback(callback: Any) -> None:

@@ -7,6 +7,7 @@ this compiler that must know shardings before XLA does.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -40,6 +41,8 @@ class Propagated:
         self.mesh, self.module = mesh, module
         run_passes(blame, module, PassManager.parse(PIPELINE))
         self._meshes = _names_of(mesh, module)
+        # Thousands of values share a few shardings.
+        self._read: dict[Any, Sharding | None] = {}
 
     def sharding(
         self, value: ir.Value, manual: tuple[str, ...] = ()
@@ -52,6 +55,13 @@ class Propagated:
         if attribute is None:
             rank = ir.RankedTensorType(value.type).rank
             return Sharding(self.mesh, ((),) * rank, manual=manual)
+        if (attribute, manual) not in self._read:
+            self._read[attribute, manual] = self._sharding(attribute, manual)
+        return self._read[attribute, manual]
+
+    def _sharding(
+        self, attribute: sdy.TensorShardingAttr, manual: tuple[str, ...]
+    ) -> Sharding | None:
         name = str(attribute.mesh_or_ref).removeprefix("@").strip('"')
         if name not in self._meshes:
             return None

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
+from meshwright.framework.functions import progress
 
 LAYERS = keras.layers
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
@@ -32,6 +33,31 @@ def test_rows_that_devices_do_not_divide_are_told_once(partitioner, caplog):
     assert len(told) == 1
     assert "words: train_step has a batch of 3 rows, which 8 devices do not" in told[0]
     assert "pass a batch_size, and so many rows" in told[0]
+
+
+def test_a_long_start_is_told_and_arrays_are_read_without_tuning(monkeypatch, capfd):
+    """TF's thread that tunes a pipeline may let `fit` end a minute late."""
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
+    model, x, y = words(16)
+    mw.keras.distribute(model, MESH)
+    run, tuned = dict.fromkeys(("train", "test")), []
+    for name in run:
+        getattr(model, f"make_{name}_function")()
+        run[name] = getattr(model, f"{name}_function")
+
+        def noted(iterator, name=name):
+            tuned.append((name, iterator._dataset.options().autotune.enabled))
+            return run[name](iterator)
+
+        setattr(model, f"{name}_function", noted)
+    model.fit(x, y, batch_size=16, verbose=0)
+    model.evaluate(x, y, batch_size=16, verbose=0)
+    dataset = tf.data.Dataset.from_tensors((x, y))  # Of a user: left as it is.
+    model.fit(dataset, verbose=0)
+    assert tuned == [("train", False), ("test", False), ("train", None)]
+    told = capfd.readouterr().err
+    assert "train_step: tracing, once for each shape of its arguments" in told
+    assert "train_step: compiling for the mesh (data=2, model=4)" in told
 
 
 class Turned(LAYERS.Layer):
