@@ -311,7 +311,7 @@ class TracedProgram:
 
 
 class FunctionOptions(TypedDict, total=False):
-    """Keyword arguments of `meshwright.function`, which `trace_program` describes."""
+    """Keyword arguments of `mw.function`, which `trace_program` describes."""
 
     partitioner: Partitioner
     update_sharding: UpdateSharding | None

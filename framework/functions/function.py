@@ -170,8 +170,8 @@ class MeshFunction:
         if not is_ours(tf.compat.v1.get_default_graph()):
             raise LoweringError(
                 f"{self.name} runs on a mesh, and is called by a tf.function, which "
-                "runs on one device: call it from Python, or make the caller a "
-                "meshwright function too"
+                "runs on one device: call it from Python, or make the caller an "
+                "mw.function too"
             )
         return converted(self._fn)(*args, **kwargs)
 

@@ -172,7 +172,8 @@ class _Distributed:
         for variable in variables:
             layout.sharding_of(variable, self.mesh)
         if isinstance(layout, LayoutTable):
-            layout.check_matches(variables, name, hint)
+            check = layout.check if self.model.compiled else layout.check_matches
+            check(variables, name, hint)
 
     def warn_of_idle_devices(self) -> None:
         """Unless the mesh is of devices that are planned with."""
@@ -189,16 +190,16 @@ class _Distributed:
         Returns:
           What to do if there is no optimizer yet, else "".
         """
-        model = self.model
+        model, known = self.model, variables_of(self.model)
         if not model.compiled:
-            rows = layout.unused(variables_of(model))
+            rows = layout.unused(known)
             if any(re.search(_SLOT, row) for row in rows):
                 return (
                     "; for rows of optimizer slots call compile() before distribute()"
                 )
             return ""
-        has_slots = getattr(model.optimizer, "built", True)
-        if not has_slots and layout.unused(variables_of(model)):
+        in_doubt = layout.unused(known) or layout.undecided(known)
+        if in_doubt and not getattr(model.optimizer, "built", True):
             model.optimizer.build(model.trainable_variables)
         return ""
 
@@ -270,7 +271,7 @@ def distribute(
         state split along `data_axes`; "tensor": weights of attention, feed-forward
         layers and embeddings split along the mesh's last axis; or a table from regular
         expressions, searched for in variables' paths, to the mesh axes of each dim: a
-        dict, as `meshwright.function` takes it, or Keras's LayoutMap. Variables without
+        dict, as `mw.function` takes it, or Keras's LayoutMap. Variables without
         a row are left to completion. Or a plan of this mesh, whose table of weights
         names dims: "tensor" is the dim that the layout "tensor" splits, "fsdp" the
         largest other one of a weight of two dims or more, "other" any other.
@@ -281,7 +282,7 @@ def distribute(
         data axes would repeat, are divided among the devices, with the optimizer state
         that goes with them; see docs/explanations/weight_updates.md.
       **options: `partitioner`, `strict`, `check_types`, `devices`, `in_child`, as of
-        `meshwright.function`.
+        `mw.function`.
 
     Returns:
       The model.
@@ -417,9 +418,12 @@ def plan(
 def _check_model(model: Any) -> None:
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(model, keras.Model):
+        remedy = "for other TF programs use mw.function"
+        if isinstance(model, DeviceMesh):
+            remedy = "pass the model first, then the mesh"
         raise TypeError(
             f"mw.keras takes a Keras 3 model, not a {type(model).__module__}."
-            f"{type(model).__name__}; for other TF programs use meshwright.function"
+            f"{type(model).__name__}; {remedy}"
         )
     if keras.backend.backend() != "tensorflow":
         raise TypeError(

@@ -108,7 +108,8 @@ class LayoutTable(Layout):
 
     Args:
       rows: regular expressions, and for each what `mesh_split` takes as its
-        `dims_mapping`. The first that is in a variable's name applies.
+        `dims_mapping`, or JAX's `PartitionSpec`. The first that is in a variable's name
+        applies.
       owner: name of the model or the function, for messages.
       told: the rows that a warning has named.
     """
@@ -119,7 +120,9 @@ class LayoutTable(Layout):
 
     def __post_init__(self):
         """Raises ValueError for a row that no variable could have."""
-        for pattern, dims in self.rows.items():
+        rows = {pattern: _of_jax(dims) for pattern, dims in self.rows.items()}
+        object.__setattr__(self, "rows", rows)
+        for pattern, dims in rows.items():
             row = f"row {pattern!r}: {dims!r} of the layout"
             if not isinstance(pattern, str):
                 raise ValueError(f"{row} begins with no regular expression: pass a str")
@@ -161,12 +164,14 @@ class LayoutTable(Layout):
         """The row that decides about a variable, if there is one."""
         return next((row for row in self.rows if re.search(row, path)), None)
 
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Raises ValueError for a row that fits no variable of `name`.
+    def check(
+        self, variables: Sequence[tf.Variable], name: str, hint: str = ""
+    ) -> None:
+        """Raises ValueError, with a hint, for a row that fits no variable of `name`.
 
         A row that decides about none, as earlier rows do, is a warning.
         """
-        self.check_matches(variables, name)
+        self.check_matches(variables, name, hint)
         for row, first in self.undecided(variables).items():
             if row not in self.told:
                 self.told.add(row)
@@ -207,6 +212,8 @@ class LayoutTable(Layout):
         if pattern is None:
             return None
         dims = self.rows[pattern]
+        if isinstance(dims, _Leading):
+            dims = (*dims, *[None] * (rank - len(dims)))
         if len(dims) != rank:
             raise ValueError(
                 f"{self.owner}: layout row {pattern!r} has {len(dims)} entries, and "
@@ -227,6 +234,29 @@ class LayoutTable(Layout):
         row = self._row_of(path_of(variable))
         nothing = "no row of the layout is for it" if self.rows else ""
         return nothing if row is None else f"row {row!r} of the layout"
+
+
+class _Leading(tuple):
+    """A row whose dims are a variable's first; those behind them are not split."""
+
+
+def _of_jax(dims: Any) -> Any:
+    """A row of a table; JAX's `PartitionSpec` as the row that it stands for.
+
+    Raises:
+      ValueError: it says more than which axes split which dims.
+    """
+    kind = type(dims)
+    # In some versions of JAX it is a tuple.
+    if kind.__module__.split(".")[0] != "jax" or not hasattr(dims, "UNCONSTRAINED"):
+        return dims
+    more = getattr(dims, "unreduced", ()) or getattr(dims, "reduced", ())
+    if more or any(entry is dims.UNCONSTRAINED for entry in dims):
+        raise ValueError(
+            f"{dims!r} in a row of the layout is unreduced, reduced or unconstrained, "
+            "and a variable is split by axes or not: give the axes of its dims alone"
+        )
+    return _Leading(dims)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,7 @@ _SILENT = threading.local()
 _OURS = "_meshwright_traced"
 _VALUE = "_meshwright_value"
 _WRITES = ("assign", "assign_add", "assign_sub")
+_SCRATCH = "scratch_graph"
 _BY_KERAS = (
     "multi_step_on_iterator",
     "one_step_on_data",
@@ -380,7 +381,10 @@ def _can_run(graph: FuncGraph, callable_ids: set[int]) -> bool:
       callable_ids: `id`s of the graphs that functions have.
     """
     while isinstance(graph, FuncGraph):
-        is_being_traced = graph.structured_outputs is None and not graph.outputs
+        # Keras's scratch graphs only give shapes, and look as if they were unfinished.
+        is_scratch = graph.name.startswith(_SCRATCH)
+        is_unfinished = graph.structured_outputs is None and not graph.outputs
+        is_being_traced = is_unfinished and not is_scratch
         if id(graph) in callable_ids or is_being_traced:
             return True
         graph = graph.outer_graph
@@ -396,7 +400,7 @@ def _note_reader(value: MeshValue, graph) -> None:
         value.to_host()
         return
     if graph not in _TOLD and kind not in value.told:
-        remedy = "Make it a meshwright function too, or drop it"
+        remedy = "Make it an mw.function too, or drop it"
         if name in _BY_KERAS:
             remedy = (
                 "Keras compiled it before mw.keras.distribute: drop what still holds "

@@ -271,8 +271,9 @@ def _from_tiles(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any]:
     if sorted(ids) != sorted(mesh.ids.flat):
         raise ValueError(
             f"it splits over {ids.size} devices, {ids.min()} to {ids.max()}, and the "
-            f"mesh ({mesh}) has {mesh.size}: annotate with the program's mesh (over "
-            "some of its axes by mesh_split), or compile for the annotation's"
+            f"mesh ({mesh}) has {mesh.size}: two meshes are in use. Annotate with the "
+            "program's mesh (over some of its axes by mesh_split), or compile for the "
+            "annotation's"
         )
     if tiles.devices.ndim != rank + len(tiles.groups):
         raise ValueError(

@@ -161,7 +161,7 @@ def _check_none_read(name: str, handles, variables: Sequence[tf.Variable]) -> No
             raise LoweringError(
                 f"{name} reads variable {variable.name!r} before it assigns it: pass "
                 "its value as an argument and assign that first, or use "
-                "meshwright.function"
+                "mw.function"
             )
 
 

@@ -51,7 +51,7 @@ def unchecked_text(name: str, checks: Sequence[str]) -> str:
     more = f" and {len(checks) - _LISTED} more" if len(checks) > _LISTED else ""
     return (
         f"{name}: a compiled program makes no checks, so these of the function have no "
-        f"effect: {listed}{more}. Use meshwright.function, which makes them, or return "
+        f"effect: {listed}{more}. Use mw.function, which makes them, or return "
         "the condition, such as tf.reduce_all(tf.math.is_finite(x)), as a result"
     )
 

@@ -102,7 +102,7 @@ def test_an_annotation_over_another_mesh_of_the_devices_is_honoured(partitioner)
         (
             MESH,
             DeviceMesh(("X",), (1,)),
-            r"splits over 8 devices, .* \(X=1\) has 1: ann",
+            r"splits over 8 devices, .* \(X=1\) has 1: two meshes are in",
         ),
         (
             DeviceMesh(("Y",), (1,)),

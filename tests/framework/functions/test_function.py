@@ -169,7 +169,7 @@ def test_other_functions_read_and_write_what_is_on_the_mesh(is_traced_before, ca
         np.testing.assert_allclose(outside(ours), outside(theirs), rtol=1e-5)
     assert_alike(ours.values(), theirs.values())
     assert "the function 'outside' reads variable" in caplog.text
-    assert "Make it a meshwright function too" in caplog.text
+    assert "Make it an mw.function too" in caplog.text
 
 
 def test_a_reader_that_is_made_anew_is_told_once(caplog):

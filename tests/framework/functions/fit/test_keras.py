@@ -364,6 +364,8 @@ def test_distribute_refuses_models_meshes_and_options():
         TypeError, match="mw.keras takes a Keras 3 model, not a builtins"
     ):
         distribute(3, MESH)
+    with pytest.raises(TypeError, match="DeviceMesh; pass the model first, then the"):
+        distribute(MESH, network())
     with pytest.raises(TypeError, match="the mesh is None; pass a DeviceMesh"):
         distribute(network(), None)
     ids = [f"cpu:{i}" for i in range(8)]

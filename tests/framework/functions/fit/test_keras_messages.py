@@ -1,5 +1,7 @@
 """What `fit` on a mesh tells a user of Keras."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -92,6 +94,35 @@ class Reads(LAYERS.Layer):
 
     def call(self, x):
         return x * self.read(x)
+
+
+class Keeping(LAYERS.Layer):
+    """Keeps what it made, from Keras's graph that only gives its shape too."""
+
+    kept = ()
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones")
+
+    def call(self, x):
+        y = x * self.scale
+        self.kept = (*self.kept, Kept(y))
+        return y
+
+
+@dataclasses.dataclass
+class Kept:
+    tensor: tf.Tensor
+
+
+def test_a_tensor_that_is_kept_of_a_scratch_graph_is_no_other_function(caplog):
+    model = keras.Sequential([LAYERS.Input((4,)), Keeping()])
+    model.compile("sgd", "mse")
+    mw.keras.distribute(model, MESH)
+    model.fit(np.ones([8, 4]), np.ones([8, 4]), verbose=0)
+    names = [kept.tensor.graph.name for kept in model.layers[0].kept]
+    assert names[0].startswith("scratch_graph")
+    assert "does not run on the mesh" not in caplog.text
 
 
 class Silent(keras.Model):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from jax.sharding import PartitionSpec as P
 
 import meshwright.framework as mw
 from meshwright.framework.functions.keras_layouts import TensorParallel, split_weights
@@ -411,6 +412,22 @@ def test_a_row_that_decides_nothing_is_told(caplog):
     caplog.clear()
     two(32, dict(reversed(rows.items())))
     assert "decides nothing" not in caplog.text
+    model.compile("adam", "mse")
+    mw.keras.distribute(model, MESH, rows)  # Before any program is made.
+    assert caplog.text.count("decides nothing") == 1
+
+
+def test_a_partition_spec_of_jax_is_a_row():
+    """Dims behind those that it names are not split."""
+    weight = tf.Variable(tf.zeros([8, 4]), name="kernel")
+    for spec in P("model"), P("model", None):
+        split = LayoutTable({"kernel": spec}).sharding_of(weight, MESH)
+        assert split == mw.Sharding.from_dims_mapping(MESH, ["model", None], 2)
+    with pytest.raises(ValueError, match="has 3 entries, and matches 'kernel'"):
+        LayoutTable({"kernel": P("model", None, None)}).sharding_of(weight, MESH)
+    for spec in P(P.UNCONSTRAINED), P("data", unreduced={"model"}):
+        with pytest.raises(ValueError, match="the axes of its dims alone"):
+            LayoutTable({"kernel": spec})
 
 
 def test_a_row_for_slots_alone_decides(caplog):
