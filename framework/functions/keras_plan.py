@@ -253,7 +253,7 @@ def first_batch(
             raise ValueError(
                 f"{model.name}: batch_size is {batch_size}; pass 1 or more"
             )
-    _check_rows(model.name, x=x, y=y, sample_weight=sample_weight)
+    check_rows(model.name, x=x, y=y, sample_weight=sample_weight)
     specs = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if _is_spec(leaf)]
     if specs and batch_size is not None:
         raise ValueError(
@@ -261,12 +261,7 @@ def first_batch(
             "leave it out, and give the specs that number of rows"
         )
     if specs:
-        for spec in specs:
-            if not spec.shape.is_fully_defined():
-                raise ValueError(
-                    f"{model.name}: a program is compiled for a batch of known sizes, "
-                    f"not {spec.shape}: give the spec its number of rows too"
-                )
+        check_sizes(model.name, specs)
         data = pack_x_y_sample_weight(x, y, sample_weight)
         # The shapes of what `fit` reads of arrays.
         return batch_of(data, tf.nest.map_structure(_of_any_rows, data))
@@ -284,7 +279,17 @@ def first_batch(
     return batch_of(data, iterator.element_spec)
 
 
-def _check_rows(name: str, **data: Any) -> None:
+def check_sizes(name: str, specs: Sequence[tf.TensorSpec]) -> None:
+    """Raises ValueError for a spec of a batch that lacks a size."""
+    for spec in specs:
+        if not spec.shape.is_fully_defined():
+            raise ValueError(
+                f"{name}: a program is compiled for a batch of known sizes, not "
+                f"{spec.shape}: give the spec its number of rows too"
+            )
+
+
+def check_rows(name: str, **data: Any) -> None:
     """Raises ValueError for arrays, or specs, that differ in their numbers of rows."""
     rows = {}
     for argument, nest in data.items():

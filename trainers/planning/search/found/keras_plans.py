@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import tensorflow as tf
+import tqdm
 from absl import logging
 
 from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
@@ -52,11 +53,15 @@ from meshwright.trainers.planning.search.found.function_plans import (
     run_finder,
     searchable,
 )
-from meshwright.trainers.planning.search.found.keras_step import KerasStep
+from meshwright.trainers.planning.search.found.keras_step import (
+    KerasStep,
+    checked_batch,
+)
 from meshwright.trainers.planning.search.found.named_function import NamedFunction
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
 from meshwright.trainers.startup.messages import progress_bar
 
+BASELINES = ("data", "fsdp", "tensor")
 _TOO_LARGE = "does not fit"
 
 
@@ -221,6 +226,7 @@ _OPTIONS = {
     "most": "plans propagated at most",
     "most_axes": "mesh axes at most",
     "compiled": "how many of the fastest are compiled",
+    "baselines": "layouts of distribute to compare with",
 }
 
 
@@ -232,6 +238,7 @@ def search_keras(
     most: int = 300,
     most_axes: int = 2,
     compiled: int = 2,
+    baselines: Sequence[str] = BASELINES,
     **unknown: Any,
 ) -> KerasPlan:
     """Looks for the layout of a Keras model with which a step of `fit` is fastest.
@@ -258,6 +265,7 @@ def search_keras(
         one axis and "tensor" on the mesh of two axes that propagation prefers, if it
         can price any. The fastest of all is taken. 0: propagation decides, and libtpu
         is not needed.
+      baselines: those of "data", "fsdp" and "tensor" to compare with; () for none.
       **unknown: refused.
 
     Raises:
@@ -279,14 +287,24 @@ def search_keras(
         )
     name, torus = model.name, searchable(model.name, topology)
     check_counts(name, most=(most, 1), most_axes=(most_axes, 1), compiled=(compiled, 0))
-    batch = _checked(name, batch)
+    batch = checked_batch(name, batch)
+    if isinstance(baselines, str) or not {*baselines} <= {*BASELINES}:
+        raise ValueError(
+            f"{name}: baselines are {baselines!r}: pass a list, of some of {BASELINES}"
+        )
     devices = topology_devices(topology) if compiled else None
     if compiled:  # What would end the search ends it now.
         mesh_keras.distribute(model, _one_axis(torus), "data", devices=devices)
-    search = _Search(model, batch, torus, most_axes, devices)
+    search = _Search(model, batch, torus, most_axes, devices, baselines)
     run_finder(search.finder, most, search.starts)
     layouts = search.layouts(max(compiled, 1))
     if compiled:
+        listed = ", ".join(one.name for one in layouts)
+        tqdm.tqdm.write(
+            f"{name}: compiling {len(layouts)} layouts ({listed}); those with sharded "
+            "weight updates also without",
+            file=sys.stderr,
+        )
         bar = progress_bar(len(layouts), "compiling", iterable=layouts)
         layouts = [tried for layout in bar for tried in search.compiled(layout)]
     layouts = sorted(layouts, key=lambda one: one.cost)
@@ -309,43 +327,6 @@ def _one_axis(torus: Topology) -> DeviceMesh:
     return DeviceMesh(AXES[:1], (torus.size,))
 
 
-def _checked(name: str, batch: Any) -> tuple[Any, ...]:
-    """A batch as a tuple.
-
-    Raises:
-      TypeError, ValueError: see `search_keras`.
-    """
-    example = "(tf.TensorSpec([1024, 128]), tf.TensorSpec([1024], tf.int32))"
-    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-        raise ValueError(
-            f"{name}: a batch is a tuple of the model's input and the labels, such as "
-            f"{example}"
-        )
-    for leaf in tf.nest.flatten(tuple(batch)):
-        if not isinstance(leaf, tf.TensorSpec):
-            raise TypeError(
-                f"{name}: the batch has a {type(leaf).__name__}: pass the shapes and "
-                f"dtypes of one batch, such as {example}"
-            )
-        if not leaf.shape.is_fully_defined():
-            raise ValueError(
-                f"{name}: the batch has a tensor of shape {leaf.shape}: give all its "
-                "sizes, the number of rows of a batch too"
-            )
-        if not leaf.shape.rank:
-            raise ValueError(
-                f"{name}: the batch has a scalar: the first dim of all its tensors is "
-                "the batch"
-            )
-    rows = {leaf.shape[0] for leaf in tf.nest.flatten(tuple(batch))}
-    if len(rows) > 1:
-        raise ValueError(
-            f"{name}: the tensors of the batch have {sorted(rows)} rows: give all the "
-            "same number"
-        )
-    return tuple(batch)
-
-
 class _Search:
     """The plans of a model's step, and the layouts that are compared.
 
@@ -355,6 +336,7 @@ class _Search:
       torus: the topology.
       most_axes: mesh axes at most.
       devices: the topology's; None if nothing is to be compiled.
+      baselines: names of layouts of `distribute` to compare with.
 
     Attributes:
       finder: of the plans.
@@ -367,8 +349,9 @@ class _Search:
         torus: Topology,
         most_axes: int,
         devices: Sequence[jax.Device] | None,
+        baselines: Sequence[str],
     ):
-        self._model, self._batch = model, batch
+        self._model, self._batch, self._baselines = model, batch, baselines
         self._torus, self._devices = torus, devices
         variables_of(model)  # Notes the paths by which layouts know them.
         self._step = KerasStep(model, batch)
@@ -386,9 +369,11 @@ class _Search:
 
     def _plain_layouts(self) -> Iterator[tuple[KerasLayout, Point | None]]:
         """Those of `distribute`, "tensor" on each mesh of two axes; and plans."""
-        for name in ("data", "fsdp"):
-            yield self._with_plan(name, _one_axis(self._torus))
-        for shape in self.finder.shapes if split_weights(self._model) else ():
+        for name in BASELINES[:2]:
+            if name in self._baselines:
+                yield self._with_plan(name, _one_axis(self._torus))
+        splits = "tensor" in self._baselines and split_weights(self._model)
+        for shape in self.finder.shapes if splits else ():
             if len(shape) == 2:
                 pairs = [(AXES[:2], shape), (AXES[1::-1], shape[::-1])]
                 for axes, sizes in pairs[: len({*shape})]:

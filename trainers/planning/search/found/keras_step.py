@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.errors import leaves_of
+from meshwright.framework.functions.keras_plan import check_rows, check_sizes
 from meshwright.framework.functions.layout import Layout
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap, as_key
@@ -157,3 +158,31 @@ def _spec_of(variable: Any) -> WeightSpec:
         initializer=None,
         dtype=tf.as_dtype(variable.dtype),
     )
+
+
+def checked_batch(name: str, batch: Any) -> tuple[Any, ...]:
+    """A batch as a tuple.
+
+    Raises:
+      TypeError, ValueError: see `search_keras`.
+    """
+    example = "(tf.TensorSpec([1024, 128]), tf.TensorSpec([1024], tf.int32))"
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+        raise ValueError(
+            f"{name}: a batch is a tuple of the model's input and the labels, such as "
+            f"{example}"
+        )
+    for leaf in tf.nest.flatten(tuple(batch)):
+        if not isinstance(leaf, tf.TensorSpec):
+            raise TypeError(
+                f"{name}: the batch has a {type(leaf).__name__}: pass the shapes and "
+                f"dtypes of one batch, such as {example}"
+            )
+        if leaf.shape.rank == 0:
+            raise ValueError(
+                f"{name}: the batch has a scalar: the first dim of all its tensors is "
+                "the batch"
+            )
+    check_sizes(name, tf.nest.flatten(tuple(batch)))
+    check_rows(name, **dict(zip(("x", "y", "sample_weight"), batch, strict=False)))
+    return tuple(batch)

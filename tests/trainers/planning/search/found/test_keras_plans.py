@@ -146,7 +146,9 @@ def test_several_outputs_and_weights_of_samples():
     y = {"a": tf.TensorSpec([4096, 256]), "b": tf.TensorSpec([4096, 512])}
     batch = tf.TensorSpec([4096, WIDTH]), y, {"a": W, "b": W}
     searched = two_outputs()
-    found = search_keras(searched, batch, "v3:2x2", most=9, compiled=0)
+    how = {"most": 9, "compiled": 0, "baselines": ()}
+    found = search_keras(searched, batch, "v3:2x2", **how)
+    assert [one.name for one in found.layouts] == ["found"]
     assert found.mesh.axes_size(found.options["data_axes"]) > 1
     mw.keras.distribute(searched, found.mesh, found.layout, **found.options)
     x, y = np.ones([16, WIDTH]), {"a": np.ones([16, 256]), "b": np.ones([16, 512])}
@@ -160,7 +162,7 @@ def test_what_fits_nowhere_is_told(monkeypatch):
 
 
 @libtpu
-def test_what_does_not_compile_is_left_out(monkeypatch):
+def test_what_does_not_compile_is_left_out(monkeypatch, capfd):
     real = mw.keras.program
     tried = []
 
@@ -173,8 +175,10 @@ def test_what_does_not_compile_is_left_out(monkeypatch):
         return real(one, *args, **kwargs)
 
     monkeypatch.setattr(mw.keras, "program", program)
-    batch = batch_of(64)
-    found = search_keras(model("sgd"), batch, "v3:1x1", most=5, compiled=1)
+    how = {"most": 5, "compiled": 1, "baselines": ["data", "fsdp"]}
+    found = search_keras(model("sgd"), batch_of(64), "v3:1x1", **how)
+    told = "sized: compiling 3 layouts (data, fsdp, found); those with sharded weight"
+    assert told in capfd.readouterr().err
     failed = {one.name: one.failed for one in found.layouts}
     assert failed == {
         "data": "does not fit",
@@ -193,6 +197,14 @@ X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
     [
         ((X, Y), "v3:2x2", {"propagated": 9}, TypeError, "it has most .plans propag"),
         ((X, Y), "v3:2x2", {"compile": 4}, TypeError, "did you mean 'compiled'"),
+        (
+            (X, Y),
+            "v3:2x2",
+            {"baselines": "data"},
+            ValueError,
+            "'data': pass a list, of",
+        ),
+        ((X, Y), "v3:2x2", {"baselines": ["dp"]}, ValueError, "some of .'data', 'fsdp"),
         ((X, Y), "v3:2x2", {"most": 0}, ValueError, "sized: most is 0; pass 1 or more"),
         ((X, Y), "v3:2x2", {"most": "5"}, TypeError, "most is '5'; pass an int"),
         ((X, Y), "h100:8", {}, ValueError, "'h100:8' are GPUs, and .* such as 'v5e:"),
@@ -203,13 +215,13 @@ X, Y = tf.TensorSpec([8, WIDTH]), tf.TensorSpec([8], tf.int32)
         ((X,), "v3:2x2", {}, ValueError, "a batch is a tuple of .* and the labels"),
         ((np.zeros([8, WIDTH]), Y), "v3:2x2", {}, TypeError, "the batch has a ndarray"),
         ((X, tf.TensorSpec([])), "v3:2x2", {}, ValueError, "the batch has a scalar"),
-        ((X, W), "v3:2x2", {}, ValueError, r"have \[8, 4096\] rows: give all the same"),
+        ((X, W), "v3:2x2", {}, ValueError, "rows differ: x has 8, y has 4096; pass"),
         (
             (tf.TensorSpec([None, WIDTH]), Y),
             "v3:2x2",
             {},
             ValueError,
-            r"shape \(None, 32\): give all its sizes",
+            r"known sizes, not \(None, 32\): give the spec its number of rows",
         ),
     ],
 )
