@@ -361,8 +361,9 @@ def test_reads_well_at_80_columns(partitioner):
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(
-        f"step over X=2, Y=4, completed by {partitioner.value}: "
+        f"step over X=2, Y=4, completed by {partitioner.value}: replicated are "
     )
+    assert "most is sent by all-" in " ".join(map(str.strip, lines[:3]))
     for heading in ("arguments", "results", "stack.dense", "whole"):
         assert heading in lines
     row = next(line for line in lines if line.startswith("  0.layer.w"))

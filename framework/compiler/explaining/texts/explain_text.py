@@ -107,8 +107,9 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     gathered = explanation.rematerialized()
     yield (
         f"{explanation.name} over {explanation.mesh}, completed by "
-        f"{explanation.partitioner}: {len(tensors)} tensors, of which"
+        f"{explanation.partitioner}: {_verdict(explanation)}"
     )
+    yield f"Of {len(tensors)} tensors"
     annotated = [tensor for tensor in tensors if tensor.annotated]
     repaired = collections.Counter(r.fault.is_slow for r in explanation.repairs)
     rows = [
@@ -128,10 +129,36 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     if explanation.has_reasons and explanation.partitioner == Partitioner.GSPMD.value:
         yield GSPMD_NOTE
     yield "Collectives, and what their results take on one device in one run:"
-    yield from _collective_rows(explanation) or ["  none"]
+    rows = [
+        f"  {name:<38}{bytes_text(_moved(group)):>11}, "
+        + ("at least " if any(c.times is None for c in group) else "")
+        + _times(sum(c.times or 1 for c in group))
+        for name, group in _by_kind(explanation)
+    ]
+    yield from rows or ["  none"]
 
 
-def _collective_rows(explanation: Explanation) -> list[str]:
+def _verdict(explanation: Explanation) -> str:
+    """How much of the arguments is split, and what sends most."""
+    arguments = [t for t in explanation.tensors if t.kind.value == "argument"]
+    whole = [tensor for tensor in arguments if tensor.why_replicated is not None]
+    of = f"{bytes_text(sum(t.bytes for t in arguments))} of arguments"
+    kinds, text = _by_kind(explanation), f"replicated are {_total(whole) or 'none'}"
+    text = f"{text} of the {of}; " if arguments else ""
+    if not kinds:
+        return f"{text}nothing is sent"
+    name, most = kinds[0]
+    total = sum(_moved(group) for _, group in kinds)
+    share = f"{bytes_text(_moved(most))} of {bytes_text(total)}"
+    return f"{text}most is sent by {name}, {share}"
+
+
+def _moved(group: Sequence[InsertedCollective]) -> int:
+    """The bytes of a device's results in one run."""
+    return sum(c.bytes * (c.times or 1) for c in group)
+
+
+def _by_kind(explanation: Explanation) -> list[tuple[str, list[InsertedCollective]]]:
     """Collectives by kind and axes, those that move most first."""
     # A collective that XLA combined is at several tensors.
     known = {c.name: c for tensor in explanation.tensors for c in tensor.collectives}
@@ -139,16 +166,7 @@ def _collective_rows(explanation: Explanation) -> list[str]:
     groups: dict[str, list[InsertedCollective]] = {}
     for c in known.values():
         groups.setdefault(f"{c.kind} {c.where}", []).append(c)
-
-    def moved(group: list[InsertedCollective]) -> int:
-        return sum(c.bytes * (c.times or 1) for c in group)
-
-    return [
-        f"  {name:<38}{bytes_text(moved(group)):>11}, "
-        + ("at least " if any(c.times is None for c in group) else "")
-        + _times(sum(c.times or 1 for c in group))
-        for name, group in sorted(groups.items(), key=lambda item: -moved(item[1]))
-    ]
+    return sorted(groups.items(), key=lambda item: -_moved(item[1]))
 
 
 def _times(count: int) -> str:
