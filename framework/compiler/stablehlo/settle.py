@@ -42,16 +42,14 @@ def settle_state(module: Module, carried: int) -> None:
             module.write()
     if left:
         specs = tf.nest.flatten(module.signature.inputs)
-        completed = module.completed()
+        completed = module.completed().arguments
         for number in left:
             spec = specs[number]
-            sharding = even(completed.arguments[number], module.mesh, spec.shape)
+            sharding = even(completed[number], module.mesh, spec.shape)
             form = StoredForm.of(spec, sharding)
             arguments[number] = results[number] = form
         module.notes = dataclasses.replace(module.notes, completed=frozenset(left))
-        given = {number: arguments[number].border for number in left}
-        if not completed.settles(given):
-            module.write()
+        module.write()
 
 
 def _check_given(module: Module, number: int) -> None:

@@ -5,11 +5,6 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.program import trace_program
-from meshwright.framework.compiler.stablehlo import module
-from meshwright.framework.compiler.weight_update_sharding.decide import (
-    WeightUpdateSharding,
-)
-from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -37,29 +32,6 @@ def test_the_form_that_is_given_is_that_of_both(given, wanted):
     assert state.sharding.is_equivalent_to(program.arguments.shardings[0], 2)
     assert state.addressable_data(0).shape == (2, 8)
     np.testing.assert_array_equal(program(state), np.arange(64.0).reshape(8, 8) + 2)
-
-
-@pytest.mark.parametrize("turn, count", [(tf.identity, 1), (tf.transpose, 2)])
-def test_a_program_that_settles_itself_is_completed_once(turn, count, monkeypatch):
-    """For the pass that shards updates; a second time only if the forms change it."""
-    complete, completed = module.complete, []
-
-    def noted(*args, **how):
-        completed.append(complete(*args, **how))
-        return completed[-1]
-
-    monkeypatch.setattr(module, "complete", noted)
-    program = trace_program(
-        lambda state, x: {"state": turn(state) + x},
-        [tf.TensorSpec([8, 8])] * 2,
-        MESH,
-        in_shardings=[None, SPLIT],
-        carried=1,
-        update_sharding=UpdateSharding(mode=WeightUpdateSharding.OFF, data_axes=["x"]),
-    )
-    assert len(completed) == count
-    argument = completed[-1].main.regions[0].blocks[0].arguments[0]
-    assert completed[-1].sharding(argument) == program.forms(0).border
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
@@ -22,7 +22,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
     WHILE,
     Blame,
-    end_of,
     walk,
 )
 from meshwright.framework.compiler.stablehlo.written import write_borders, write_for
@@ -70,23 +69,6 @@ class CompletedModule:
         if sharding is None:
             return frozenset()
         return frozenset(self.mesh.part(axis).axis for axis in sharding.dims[dim])
-
-    def settles(self, given: Mapping[int, Sharding]) -> bool:
-        """Whether borders, when they are given, change nothing; it then has them.
-
-        Args:
-          given: by number the shardings of arguments that were left to completion, and
-            of the results in their place.
-        """
-        block = self.main.regions[0].blocks[0]
-        results = end_of(block).operands
-        for number, sharding in given.items():
-            argument, result = self.arguments[number], self.sharding(results[number])
-            if argument is None or not argument.dims == result.dims == sharding.dims:
-                return False
-        for number, sharding in given.items():
-            self.shardings[block.arguments[number]] = sharding
-        return True
 
     def sharding(self, value: ir.Value) -> Sharding:
         """The sharding of a value on the mesh."""
