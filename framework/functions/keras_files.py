@@ -219,11 +219,15 @@ def end_at_once(model: Any) -> None:
     begin = type(model)._maybe_symbolic_build
 
     def untune(iterator=None, data_batch=None):
-        if isinstance(getattr(iterator, "data_adapter", None), ArrayDataAdapter):
+        dataset = getattr(iterator, "_distributed_dataset", None)
+        of_arrays = isinstance(
+            getattr(iterator, "data_adapter", None), ArrayDataAdapter
+        )
+        # In the scope of a strategy, which is refused below, it is of another kind.
+        if of_arrays and isinstance(dataset, tf.data.Dataset):
             options = tf.data.Options()
             options.autotune.enabled = False
-            dataset = iterator._distributed_dataset.with_options(options)
-            iterator._distributed_dataset = dataset
+            iterator._distributed_dataset = dataset.with_options(options)
         begin(model, iterator=iterator, data_batch=data_batch)
 
     model._maybe_symbolic_build = untune

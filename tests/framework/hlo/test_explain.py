@@ -382,7 +382,9 @@ def test_a_summary_is_first(partitioner):
     text = str(explanation)
     summary = text[: text.index("\nShown are")]
     annotated = sum(tensor.annotated for tensor in explanation.tensors)
-    assert f"of which\n  {annotated} annotated\n" in summary
+    assert (
+        f"\nOf {len(explanation.tensors)} tensors\n  {annotated} annotated\n" in summary
+    )
     count = len(explanation.replicated())
     assert re.search(rf"\n  {count} left replicated +[\d.]+ [KM]?i?B\n", summary)
     assert "\n  0 gathered in full without an annotation\n" in summary

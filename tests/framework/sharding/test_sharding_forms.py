@@ -246,7 +246,7 @@ def test_any_device_order_is_kept():
             "{devices=[2,2]<=[4] last_tile_dim_replicate}",
             "over 4 devices, 0 to 3",
         ),
-        (DeviceMesh(("X",), (2,)), "{devices=[8]<=[8]}", r"mesh \(X=2\) has 2: annot"),
+        (DeviceMesh(("X",), (2,)), "{devices=[8]<=[8]}", r"mesh \(X=2\) has 2: two m"),
         (MESH, "{devices=[2,4]<=[8]}", "tile assignment .* does not fit rank 1"),
         (MESH, "{maximal device=1}", "of a kind that is not supported here"),
         (MESH, "{devices=[2,4]<=[8] metadata={}}", "of a kind that is not supported"),
