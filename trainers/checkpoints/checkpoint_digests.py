@@ -37,6 +37,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _BLOCK = 4 << 20  # bytes
 _MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
 _THREADS = min(8, os.cpu_count() or 1)
+_LEAST_SLICE = 1 << 20  # bytes; what is smaller is saved by one replica
 _MAX_SHOWN = 4
 _UNREADABLE = -1  # Instead of a number of problems.
 
@@ -130,7 +131,12 @@ class DigestingHandler(ocp.StandardCheckpointHandler):
 
 
 def handler_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Tells Orbax how the item `state` is saved."""
+    """Tells Orbax how the item `state` is saved, and arrays in it."""
+    # Each replica of an array saves a slice of it; JAX compiles a program for each.
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_LEAST_SLICE
+    )
+    ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("state", ocp.args.StandardSave, DigestingHandler())
     return registry
