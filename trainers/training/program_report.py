@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import logging
 import math
+import os
+import sys
 import threading
 import time
 
@@ -28,7 +32,8 @@ class _Abandoned(SystemExit):
 class ProgramWriter:
     """Writes the plan and the page of the main program, while training goes on.
 
-    Of several processes the first writes. What goes wrong is only a warning: no step
+    Of several processes the first writes, unless an earlier start has written the same
+    program's. What goes wrong is only a warning: no step
     needs the files.
 
     Args:
@@ -43,11 +48,16 @@ class ProgramWriter:
 
     def start(self, programs: StepPrograms, compile_seconds: float) -> None:
         """Begins to write, once the main program is compiled."""
-        if is_first_process():
-            self._thread = threading.Thread(
-                target=self._write, args=(programs, compile_seconds)
-            )
-            self._thread.start()
+        if not is_first_process():
+            return
+        digest = digest_of(programs, self._config)
+        if program_files.are_of(self._folder, digest):
+            log_line("the program's plan and page for TensorBoard are there already")
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(programs, compile_seconds, digest)
+        )
+        self._thread.start()
 
     def close(self, most_seconds: float = math.inf) -> None:
         """Waits until all is written, or abandoned as the run is to stop.
@@ -67,11 +77,13 @@ class ProgramWriter:
                 )
             self._thread.join(_POLL_SECONDS)
 
-    def _write(self, programs: StepPrograms, compile_seconds: float) -> None:
+    def _write(
+        self, programs: StepPrograms, compile_seconds: float, digest: str
+    ) -> None:
         start = time.perf_counter()
         try:
             report = report_of(programs, compile_seconds=compile_seconds)
-            values = document(report, config_text=self._config)
+            values = document(report, config_text=self._config) | {"digest": digest}
             program_files.write(self._folder, values, report.traced)
             seconds = time.perf_counter() - start
             log_line(
@@ -86,3 +98,22 @@ class ProgramWriter:
                 type(error).__name__,
                 error,
             )
+
+
+def digest_of(programs: StepPrograms, config: str) -> str:
+    """Tells apart programs whose plans or pages differ.
+
+    The page names lines of code: so the digest depends on the files of all modules that
+    are not installed, too.
+    """
+    digest = hashlib.sha256(programs.traced_main.written.stable_hlo)
+    digest.update(config.encode())
+    paths = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    for path in sorted(path for path in paths if path):
+        if "site-packages" in path or path.startswith(sys.base_prefix):
+            continue
+        if os.path.basename(path).startswith("__autograph_generated"):  # By TF, anew.
+            continue
+        with contextlib.suppress(OSError):
+            digest.update(f"{path} {os.stat(path).st_mtime_ns}".encode())
+    return digest.hexdigest()

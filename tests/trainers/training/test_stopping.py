@@ -70,6 +70,7 @@ def test_a_stop_abandons_the_page_of_the_program(tmp_path, monkeypatch, capfd):
             pass
 
     monkeypatch.setattr(program_report, "report_of", report_of)
+    monkeypatch.setattr(program_report, "digest_of", lambda *a: "")
     stop = StopRequest()
     writer = ProgramWriter(str(tmp_path), "", stop)
     writer.start(None, 0.0)
@@ -90,6 +91,7 @@ def test_saving_waits_little_for_the_page(tmp_path, monkeypatch):
     """XLA at work for the page cannot be interrupted, and a grace is short."""
     done = threading.Event()
     monkeypatch.setattr(program_report, "report_of", lambda *a, **k: done.wait(10))
+    monkeypatch.setattr(program_report, "digest_of", lambda *a: "")
     stop = StopRequest()
     writer = ProgramWriter(str(tmp_path), "", stop)
     writer.start(None, 0.0)

@@ -51,6 +51,15 @@ def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
         raise OSError(f"cannot write to {folder} ({error}): free some space") from error
 
 
+def are_of(run: str, digest: str) -> bool:
+    """Whether the files in a run's folder are those of a document with this digest."""
+    try:
+        with tf.io.gfile.GFile(os.path.join(run, FOLDER, PLAN)) as file:
+            return json.load(file).get("digest") == digest
+    except (tf.errors.OpError, ValueError, AttributeError):
+        return False  # There is none, or it is damaged.
+
+
 def _write(path: str, text: str) -> None:
     """Writes a file as a whole: a run that is to stop may end at any moment."""
     with tf.io.gfile.GFile(f"{path}.new", "w") as file:

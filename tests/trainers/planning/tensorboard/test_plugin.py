@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from meshwright.trainers.planning.tensorboard.plugin import (
 )
 from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.training import loop
+from meshwright.trainers.training.program_report import ProgramWriter, digest_of
+from meshwright.trainers.training.stop_signals import StopRequest
 from tests.framework.showing import chromium
 from tests.house.test_package import setup_argument
 from tests.trainers.planning.test_plan_pipelines import pipeline
@@ -281,6 +284,21 @@ def test_a_write_that_is_broken_off_leaves_the_earlier_files(tmp_path, monkeypat
         program_files.write(str(tmp_path), {"number": 2}, traced)
     kept = [tmp_path / "meshwright" / name for name in ("plan.json", "program.html")]
     assert [path.read_text() for path in kept] == before
+
+
+def test_a_start_with_the_same_program_writes_no_page(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="absl")
+    programs, plan = small_programs(), tmp_path / "meshwright" / "plan.json"
+    digest = digest_of(programs, "config")
+    program_files.write(str(tmp_path), {"digest": digest}, programs.traced_main)
+    again = small_programs()
+    writer = ProgramWriter(str(tmp_path), "config", StopRequest())
+    writer.start(again, 0.0)
+    writer.close()
+    assert caplog.messages[-1].endswith("page for TensorBoard are there already")
+    assert digest_of(again, "another") != digest == digest_of(again, "config")
+    plan.write_text("[")
+    assert not program_files.are_of(str(tmp_path), digest)
 
 
 def test_training_goes_on_without_its_page(tmp_path, caplog):
