@@ -150,9 +150,8 @@ def write(folder: epath.Path) -> None:
     sizes, known = _sizes(folder), {}
     for path in [path for path in sizes if path.endswith(f"/{DIGESTS}")]:
         prefix = path.removesuffix(DIGESTS)
-        lines = (folder / path).read_text().splitlines()
-        matches = [_LINE.fullmatch(line) for line in lines]
-        known |= {prefix + match[2]: match[1] for match in matches}
+        listed = _listed((folder / path).parent).digests
+        known |= {prefix + file: digest for file, digest in listed.items()}
         (folder / path).unlink()
         del sizes[path]
     remaining = {path: size for path, size in sizes.items() if path not in known}
@@ -184,17 +183,35 @@ def verify(folder: epath.Path, gather: Gather) -> Verified:
 def are_as_saved(folder: epath.Path, paths: Iterable[str]) -> bool:
     """Whether files that describe arrays match their digests, for this process."""
     try:
-        lines = (folder / DIGESTS).read_bytes().decode(errors="replace").splitlines()
+        listed = _listed(folder).digests
         for path in paths:
             file = folder / path
             if file.stat().length > _MAX_JSON:
                 return False
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            if f"{digest}  {path}" not in lines:
+            if listed.get(path) != digest:
                 return False
     except OSError:
         return False
     return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Listed:
+    """What a list of digests says: digests by path, and numbers of other lines."""
+
+    digests: dict[str, str]
+    others: list[int]
+
+
+def _listed(folder: epath.Path) -> _Listed:
+    """Reads the list in `folder`; raises OSError if there is none."""
+    text = (folder / DIGESTS).read_bytes().decode(errors="replace")
+    lines = [_LINE.fullmatch(line) for line in text.splitlines()]
+    return _Listed(
+        digests={match[2]: match[1] for match in lines if match},
+        others=[number for number, match in enumerate(lines, start=1) if not match],
+    )
 
 
 def _raise_together(
@@ -224,18 +241,14 @@ def _raise_together(
 
 def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:
     try:
-        text = (folder / DIGESTS).read_bytes().decode(errors="replace")
+        listed = _listed(folder)
     except FileNotFoundError:
         return [
             f"{DIGESTS} is missing, nothing can be verified "
             "(docs/reference/training/checkpoints.md says how to make one)"
         ]
-    saved, problems = {}, []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := _LINE.fullmatch(line):
-            saved[match[2]] = match[1]
-        else:
-            problems.append(f"line {number} of {DIGESTS} is no digest of a file")
+    saved = listed.digests
+    problems = [f"line {n} of {DIGESTS} is no digest of a file" for n in listed.others]
     problems += [f"{path} is missing" for path in sorted(saved.keys() - sizes)]
     problems += [f"{path} is not in {DIGESTS}" for path in sorted(sizes.keys() - saved)]
     if problems:

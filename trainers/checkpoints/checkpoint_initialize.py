@@ -424,7 +424,8 @@ def _read(
     if (folder / "checkpoints").exists():
         folder = folder / "checkpoints"
 
-    def choose(saved: dict[str, ArraySpec]) -> NestedMap:
+    def choose(step: int, saved: dict[str, ArraySpec]) -> NestedMap:
+        del step
         prefix = f"{source.part}."
         part = {
             p.removeprefix(prefix): f for p, f in saved.items() if p.startswith(prefix)

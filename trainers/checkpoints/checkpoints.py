@@ -298,14 +298,14 @@ class Checkpoints:
         return self._read_intact(step, read)
 
     def restore_part(
-        self, step: int | None, choose: Callable[[dict[str, ArraySpec]], NestedMap]
+        self, step: int | None, choose: Callable[[int, dict[str, ArraySpec]], NestedMap]
     ) -> NestedMap:
         """Some leaves of the state that was saved as `step`.
 
         Args:
           step: as in `restore`.
-          choose: takes the forms of all leaves, by path, and returns the chosen leaves
-            as `restore` takes them: at the paths that they are saved under.
+          choose: takes the step that is read and the forms of all leaves, by path, and
+            returns the chosen leaves as `restore` takes them: at their saved paths.
 
         Raises:
           CheckpointError: there is no such step; it is, or all are, damaged; or it
@@ -315,7 +315,7 @@ class Checkpoints:
 
         def read(step: int) -> NestedMap:
             saved = manifests.read(self._folder(step))
-            abstract = choose(saved)
+            abstract = choose(step, saved)
             self._check_orders(step, saved, abstract)
             checkpoint_orbax.check_shardings(abstract)
             item = checkpoint_orbax.to_dict(abstract)

@@ -40,6 +40,7 @@ from meshwright.trainers.startup.export_flags import (
     SAVED_MODEL,
 )
 from meshwright.trainers.training import loop
+from meshwright.trainers.training.saved_config import warn_of_other_rows
 
 
 def _run(experiment: Experiment, config_text: str) -> None:
@@ -97,7 +98,8 @@ def _batches(experiment: Experiment, calls: int) -> BundleBatches:
     except (ValueError, OSError) as error:
         raise ExportError(
             f"a bundle has batches of the task's data: {error}; or export "
-            f"--what={SAVED_MODEL}, which needs no data"
+            f"--what={SAVED_MODEL} --model_dir=FOLDER, which needs no data but the "
+            "checkpoint of a training"
         ) from error
 
 
@@ -162,9 +164,12 @@ def _restored(programs: StepPrograms, config_text: str) -> NestedMap:
     folder = loop.Run(model_dir=export_flags.MODEL_DIR.value).checkpoint_dir
     how = {"orders": programs.layer_orders, "config": config_text}
     with Checkpoints(folder, access=Access.READ, **how) as checkpoints:
-        return checkpoints.restore(
+        state = checkpoints.restore(
             export_flags.STEP.value, TrainState.abstract(programs)
         )
+        step = int(np.asarray(state.step))
+        warn_of_other_rows(programs.experiment.task, checkpoints.metadata(step))
+        return state
 
 
 def _weights(state: NestedMap) -> NestedMap:

@@ -60,6 +60,7 @@ from meshwright.trainers.serving.translating import (
 from meshwright.trainers.startup import compile_cache, files, generate_flags
 from meshwright.trainers.startup.messages import escaped, printable
 from meshwright.trainers.training import loop
+from meshwright.trainers.training.saved_config import warn_of_other_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,14 +325,14 @@ def _restored(programs: StepPrograms, config_text: str) -> TrainState:
     step = generate_flags.STEP.value
     wanted = TrainState.abstract_weights(programs)
 
-    def choose(saved: dict[str, ArraySpec]) -> NestedMap:
+    def choose(number: int, saved: dict[str, ArraySpec]) -> NestedMap:
         there = {p: f for p, f in saved.items() if p.partition(".")[0] in wanted}
-        newest = epath.Path(folder) / str(checkpoints.existing(step))
+        read = epath.Path(folder) / str(number)
         check_model(
             f"the checkpoint in {folder}",
             there,
             wanted,
-            lambda: config_changes(newest, config_text),
+            lambda: config_changes(read, config_text),
         )
         return wanted
 
@@ -339,8 +340,9 @@ def _restored(programs: StepPrograms, config_text: str) -> TrainState:
     with Checkpoints(folder, access=Access.READ, orders=orders) as checkpoints:
         state = checkpoints.restore_part(step, choose)
         restored = TrainState(programs, state)
-        trained = checkpoints.metadata(restored.step).get("batches") or {}
-    programs.experiment.task.check_vocabulary(trained)
+        metadata = checkpoints.metadata(restored.step)
+    warn_of_other_rows(programs.experiment.task, metadata)
+    programs.experiment.task.check_vocabulary(metadata.get("batches") or {})
     return restored
 
 

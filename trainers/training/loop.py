@@ -44,6 +44,7 @@ from meshwright.trainers.training.program_report import ProgramWriter
 from meshwright.trainers.training.progress import Progress
 from meshwright.trainers.training.saved_config import (
     note_changes,
+    row_shapes,
     write_hyperparameters,
 )
 from meshwright.trainers.training.start_notes import start_notes, trace
@@ -424,7 +425,7 @@ class _Loop:
                 f"among them {bad[-1]}",
             )
         metadata = {"config": self.run.config, "batches": self.fingerprint}
-        metadata |= self.history.metadata()
+        metadata |= row_shapes(self.experiment.task) | self.history.metadata()
         saved_input = None
         if self.calls is not None:
             self.calls.check_same()
@@ -459,8 +460,7 @@ class _Loop:
             batches_passed=gone.batches_passed + error.step - saved,
             roll_backs=gone.roll_backs + 1,
         )
-        for undone in [step for step in self.losses if step > saved]:
-            del self.losses[undone]
+        self.losses = {s: loss for s, loss in self.losses.items() if s <= saved}
         self.summaries.go_back()
         self.eval_summaries.go_back()
         self.eval_summaries.note_complete(0)

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.task import Task
 from meshwright.trainers.planning.tensorboard.summaries import Summaries
 from meshwright.trainers.startup.gin_text import (
     is_rounds_of_pipeline,
@@ -18,6 +20,7 @@ from meshwright.trainers.startup.messages import log_line
 log = logging.getLogger("absl")
 
 _MOST_SHOWN = 10
+_ROWS = "rows"
 
 
 def hyperparameters(text: str) -> dict[str, bool | float | str]:
@@ -86,6 +89,38 @@ def note_changes(
     if changed:
         log_line(
             "the configuration differs from checkpoint step %d's: %s", step, changed
+        )
+
+
+def row_shapes(task: Task) -> dict[str, dict[str, list[int]]]:
+    """The entry for a checkpoint's metadata: the shapes of a batch's rows, by path."""
+    rows = NestedMap(task.batch_spec(1)).items_by_path()
+    return {_ROWS: {path: spec.shape[1:].as_list() for path, spec in rows}}
+
+
+def warn_of_other_rows(task: Task, saved: Mapping[str, Any]) -> None:
+    """Warns if weights were trained on rows of other shapes than the task's.
+
+    They fit all the same: nothing else would tell that a text is cut where it was not
+    in training, or that the model meets positions that it has never seen.
+
+    Args:
+      task: of the configuration that is to use the weights.
+      saved: the metadata of their checkpoint, which may have no shapes.
+    """
+    before, now = saved.get(_ROWS), row_shapes(task)[_ROWS]
+    before = before if isinstance(before, Mapping) else {}
+    if differ := [
+        f"{path} {before[path]} -> {shape}"
+        for path, shape in now.items()
+        if before.get(path, shape) != shape
+    ]:
+        log.warning(
+            "the weights were trained on rows of other lengths than this "
+            "configuration's (trained -> now: %s): set the lengths, such as the macros "
+            "SOURCE_LENGTH, TARGET_LENGTH or SEQUENCE_LENGTH, to those of the "
+            "training, unless the model is meant to read others",
+            ", ".join(differ),
         )
 
 

@@ -192,15 +192,15 @@ def test_a_step_removed_while_it_is_read(saved, caplog, remove):
     """As a trainer's retention does to an evaluation that takes its time."""
     read = []
 
-    def choose(forms):
-        read.append(forms)
+    def choose(step, forms):
+        read.append(step)
         if len(read) == 1:
             remove(saved / "2")
         return make_abstract()
 
     with Checkpoints(saved, access=Access.READ) as reader:
         assert_same(reader.restore_part(None, choose), make_state(seed=1))
-    assert len(read) == 2
+    assert read == [2, 1]
     assert re.search(r"/2 (is damaged: .* changed while|was removed)", caplog.text)
 
 

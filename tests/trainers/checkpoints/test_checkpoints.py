@@ -86,7 +86,7 @@ def test_64_bits_are_kept(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state)
         restored = checkpoints.restore(3, target)
-        part = checkpoints.restore_part(3, lambda _: NestedMap(counts=target.counts))
+        part = checkpoints.restore_part(3, lambda *_: NestedMap(counts=target.counts))
     assert_same(restored, state)
     assert restored.counts.sharding == mesh_sharding(4, 2)
     assert_same(part, NestedMap(counts=state.counts))

@@ -191,7 +191,7 @@ def test_orders_that_no_shape_has_are_damage(saved):
         Checkpoints(saved / "checkpoints") as reader,
         pytest.raises(CheckpointError, match="1000000000000 layers in 2 stages"),
     ):
-        reader.restore_part(5, lambda forms: NestedMap())
+        reader.restore_part(5, lambda *_: NestedMap())
 
 
 def order(layers, stages, rounds):

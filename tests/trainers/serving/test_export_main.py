@@ -117,7 +117,9 @@ def test_a_bundle_that_lacks_data_is_refused_before_anything_is_written(
     assert call_main(tmp_path / "out", *params, model_dir=str(folder)) == 1
     shown = capfd.readouterr()
     assert "saved_model:" not in shown.out
-    assert re.search("there is no folder '/none'.*--what=saved_model", shown.err)
+    assert re.search(
+        "there is no folder '/none'.*--what=saved_model --model_dir", shown.err
+    )
     assert not any(tmp_path.iterdir())
 
 

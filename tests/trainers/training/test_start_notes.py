@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.startup.gin_text import changed
 from meshwright.trainers.training import loop
@@ -15,6 +16,7 @@ from meshwright.trainers.training.saved_config import (
     changes,
     hyperparameters,
     note_changes,
+    warn_of_other_rows,
 )
 from meshwright.trainers.training.start_notes import (
     start_notes,
@@ -149,6 +151,21 @@ def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog)
         "the configuration differs from checkpoint step 5's: "
         "x/CosineSchedule.start_value: 0.004 -> 0.01"
     )
+
+
+def test_rows_of_other_lengths_than_in_training_are_said(tmp_path, caplog):
+    programs = at(small_programs(), num_steps=5)
+    run = loop.Run(model_dir=str(tmp_path), evaluate=False)
+    loop.train_and_evaluate(programs, run)
+    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+        saved = checkpoints.metadata()
+    task = programs.experiment.task
+    warn_of_other_rows(task, saved)
+    warn_of_other_rows(task, {})  # Of an earlier version.
+    assert "other lengths" not in caplog.text
+    saved["rows"]["ids"] = [7]
+    warn_of_other_rows(task, saved)
+    assert f"(trained -> now: ids [7] -> [{task.text.sequence_length}])" in caplog.text
 
 
 def test_a_pipeline_of_other_rounds_does_not_go_on():
