@@ -185,6 +185,15 @@ def test_pairs_without_segments_end_in_padding():
     assert (first.source_positions.numpy() == np.arange(S)).all()
     assert last.target_weights.numpy().sum(1).tolist() == [T - 1, T - 1, 0]
     assert last.source_segment_ids.numpy().sum(1).tolist() == [S - 2, S - 2, 0]
+    assert given.facts() == {
+        "training rows": 5,
+        "source tokens in the first 5 rows": 5 * (S - 2),
+        "source padding in them, in percent": 25.0,
+        "source rows without padding among them": 0,
+        "target tokens in the first 5 rows": 5 * (T - 1),
+        "target padding in them, in percent": pytest.approx(100 / T),
+        "target rows without padding among them": 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -228,6 +237,7 @@ def test_a_translation_model_has_the_loss_of_the_same_pairs(tmp_path):
         task.train_flops(8),
     )
     assert "the dataset of PairDataset.train" in other.data_fingerprint()
+    assert any(name.startswith("source padding") for name in other.describe_data())
     theta = initial_state(experiment).theta.map(tf.constant)
     losses = [
         each.loss(Context(), theta, next(iter(each.train_batches(0, **how)))).loss
