@@ -7,7 +7,7 @@ import difflib
 import enum
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import gin
 import tensorflow as tf
@@ -97,16 +97,9 @@ class ShardingPlan:
                     f"ShardingPlan.{name} is {getattr(self, name)!r}; it must be a "
                     "sequence with an entry for each mesh axis, such as (2, 4)"
                 )
-        for table_name in ("weights", "activations"):
-            for dim, axes in getattr(self, table_name).items():
-                _check_entry(f"ShardingPlan.{table_name}[{dim!r}]", axes)
-                for axis in as_axes(axes):
-                    if axis not in self.mesh_axes:
-                        hint = did_you_mean(axis, self.mesh_axes)
-                        raise ValueError(
-                            f"sharding plan: {table_name}[{dim!r}] names mesh axis "
-                            f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
-                        )
+        # All at once: both tables are often made for the same other mesh.
+        if wrong := [*self._faults("weights"), *self._faults("activations")]:
+            raise ValueError("\n".join(wrong))
         if not isinstance(self.sequence_attention, SequenceAttention):
             names = ", ".join(map(str, SequenceAttention))
             raise ValueError(
@@ -119,6 +112,22 @@ class ShardingPlan:
                     "sharding plan: unreduced_gradient_axes names mesh axis "
                     f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}"
                 )
+
+    def _faults(self, table_name: str) -> Iterator[str]:
+        """What is wrong with the entries of a table."""
+        for dim, axes in getattr(self, table_name).items():
+            try:
+                _check_entry(f"ShardingPlan.{table_name}[{dim!r}]", axes)
+            except ValueError as error:
+                yield str(error)
+                continue
+            for axis in as_axes(axes):
+                if axis not in self.mesh_axes:
+                    hint = did_you_mean(axis, self.mesh_axes)
+                    yield (
+                        f"sharding plan: {table_name}[{dim!r}] names mesh axis "
+                        f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
+                    )
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -85,6 +85,15 @@ def test_an_unknown_axis_names_the_nearest(table):
         ShardingPlan(mesh_axes=("data", "model"), **{table: {"model": ["modle"]}})
 
 
+def test_what_is_wrong_in_both_tables_is_said_at_once():
+    message = (
+        r"ShardingPlan.weights\['a'\] is 1; it (.|\n)*weights\['b'\] names mesh axis "
+        r"'Z'(.|\n)*activations\['c'\] names mesh axis 'W'"
+    )
+    with pytest.raises(ValueError, match=message):
+        ShardingPlan(weights={"a": 1, "b": "Z"}, activations={"c": "W"})
+
+
 def test_an_axis_that_splits_a_tensor_twice_names_tensor_and_dims():
     plan = ShardingPlan(mesh_shape=(2, 4), weights={"model": "X", "hidden": ("Y", "X")})
     message = (
