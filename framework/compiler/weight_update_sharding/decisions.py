@@ -88,15 +88,16 @@ class UpdateReport:
             return f"{what} none, as that failed: {self.failed}"
         if not self.lines:
             return f"{what} no update is repeated along {axes}"
-        repeated = f"of {len(self.lines)} updates repeated along {axes}"
+        count = len(self.lines)
         if not self.sharded:
             largest = max(self.lines, key=lambda line: math.prod(line.shape))
             return (
-                f"{what} none {repeated}; why not the largest, that of "
-                f"{largest.names[0]}: {largest.why}"
+                f"{what} not used; each device along {axes} makes all {count} updates. "
+                f"For the largest, {largest.names[0]}: {largest.why}"
             )
         return (
-            f"{what} {len(self.sharded)} {repeated}, {kept} less state on each device"
+            f"{what} {len(self.sharded)} of {count} updates repeated along {axes}, "
+            f"{kept} less state on each device"
         )
 
     def text(self) -> str:

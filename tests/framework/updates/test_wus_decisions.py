@@ -171,8 +171,8 @@ def test_that_no_update_is_sharded_is_said_with_a_reason():
     left = line("theta.a", (2,), "too small"), line("theta.b", (9, 9), "a reason")
     report = UpdateReport(mode="auto", data_axes=("X",), lines=left)
     assert report.summary() == (
-        "weight-update sharding (auto): none of 2 updates repeated along X; why not "
-        "the largest, that of theta.b: a reason"
+        "weight-update sharding (auto): not used; each device along X makes all 2 "
+        "updates. For the largest, theta.b: a reason"
     )
     sharded = line("theta.c", (3,), "")
     report = dataclasses.replace(report, lines=(*left, sharded))
