@@ -14,7 +14,7 @@ from meshwright.trainers import cli
 from meshwright.trainers.startup import huge_pages, train_flags
 
 NAME = "meshwright-train"
-REQUIRED = {"gin_file": "lm/stdlib_tiny.gin", "model_dir": "logs/stdlib_tiny"}
+REQUIRED = {"gin_file": "lm/stdlib_tiny.gin"}
 
 
 def main(argv: list[str]) -> int | None:

@@ -71,8 +71,13 @@ def check() -> None:
 
     Raises:
       ValueError: see `profile_steps` and `process_flags.check`; or the folder to train
-        in cannot be written, or that to evaluate has no checkpoints.
+        in is not named or cannot be written, or that to evaluate has no checkpoints.
     """
+    if not MODEL_DIR.value and not DRY_RUN.value:
+        raise ValueError(
+            "--model_dir is required, such as --model_dir=logs/stdlib_tiny; only "
+            "--dry_run needs none"
+        )
     profile_steps()
     process_flags.check(PLATFORM.value)
     if MODE.value == "eval":

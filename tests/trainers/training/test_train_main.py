@@ -290,12 +290,13 @@ def test_a_dry_run_reads_compiles_and_writes_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setattr(TracedProgram, "compile", never)
     monkeypatch.setattr(TextFiles, "read", never)
     monkeypatch.setattr(LanguageModel, "describe_data", never)
-    assert call_main(tmp_path / "run", dry_run="true") is None
+    monkeypatch.chdir(tmp_path)
+    assert call_main("", dry_run="true") is None
     out = capsys.readouterr().out
     assert out.startswith("Mesh: X=2, Y=4 (shardy).\n  LanguageModel: ")
     assert "batch.ids: int32 [" in out
     assert out.endswith("Nothing was read, compiled or written.\n")
-    assert not (tmp_path / "run").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_says_what_is_wrong(tmp_path):
