@@ -225,6 +225,11 @@ def test_help_needs_no_tensorflow(name):
             [TINY, "--model_dir=x", "--gin_param=train/eval_period = 4"],
             "T5X's train.eval_period is Experiment.eval_interval\n",
         ),
+        (
+            "plan",
+            [TINY, "--gin_param=SentencePieceVocabulary.sentencepiece_model_file='m'"],
+            "T5X's sentencepiece_model_file is 'model_file' here.\n",
+        ),
         ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
         ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),
         ("export", [TINY, "--output=x", "--what=y"], "--what=y must be some of sav"),

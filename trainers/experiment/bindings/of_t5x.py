@@ -7,11 +7,12 @@ import shlex
 PARAMETERS = {
     "Adafactor.decay_rate": "decay_exponent",
     "Adafactor.step_offset": "decay_offset",
+    "SentencePieceVocabulary.sentencepiece_model_file": "model_file",
     "transformer_layer.emb_dim": "model_dims",
     "transformer_layer.mlp_activations": "activation",
     "transformer_layer.mlp_dim": "hidden_dims",
 }
-"""The names here of parameters that have others in T5X."""
+"""The names here of parameters that have others in T5X and seqio."""
 _MACROS = {
     "BATCH_SIZE": "Experiment.global_batch",
     "DROPOUT_RATE": "transformer_layer.dropout_rate",
