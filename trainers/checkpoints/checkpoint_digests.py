@@ -37,7 +37,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _BLOCK = 4 << 20  # bytes
 _MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
 _THREADS = min(8, os.cpu_count() or 1)
-_LEAST_SLICE = 1 << 20  # bytes; what is smaller is saved by one replica
+_LEAST_SLICE = 1 << 20  # bytes; a smaller one is not worth its program
 _MAX_SHOWN = 4
 _UNREADABLE = -1  # Instead of a number of problems.
 
@@ -118,6 +118,22 @@ class DigestingHandler(ocp.StandardCheckpointHandler):
     The first process thus need not read back what all have written.
     """
 
+    def __init__(self):
+        super().__init__()
+        # By default each replica of an array saves a slice of it, however small, and
+        # JAX compiles a program for each slice.
+        types = ocp.type_handlers
+        default = types.get_type_handler(jax.Array)
+        arrays = types.ArrayHandler(
+            min_slice_bytes_for_replica_parallel=_LEAST_SLICE,
+            array_metadata_store=getattr(default, "_array_metadata_store", None),
+        )
+        registry = types.create_type_handler_registry(
+            *((kind, types.get_type_handler(kind)) for kind in types.supported_types()),
+            (jax.Array, arrays),
+        )
+        self._impl = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
     async def async_save(self, directory, item=None, save_args=None, args=None):
         saves = await super().async_save(directory, item, save_args, args)
         folder = directory / f"ocdbt.process_{jax.process_index()}"
@@ -131,12 +147,7 @@ class DigestingHandler(ocp.StandardCheckpointHandler):
 
 
 def handler_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Tells Orbax how the item `state` is saved, and arrays in it."""
-    # Each replica of an array saves a slice of it; JAX compiles a program for each.
-    arrays = ocp.type_handlers.ArrayHandler(
-        min_slice_bytes_for_replica_parallel=_LEAST_SLICE
-    )
-    ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
+    """Tells Orbax how the item `state` is saved."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("state", ocp.args.StandardSave, DigestingHandler())
     return registry

@@ -85,11 +85,8 @@ class StepNames(ocp.path.step.NameFormat[_Step]):
 def is_not_chatter(record: logging.LogRecord) -> bool:
     """A filter: whether a record is of more interest than messages at INFO of savers.
 
-    Those are Orbax's, and TF's of how long it took to save the input's state. Nor is it
-    of interest that `checkpoint_digests.handler_registry` replaces a handler.
+    Those are Orbax's, and TF's of how long it took to save the input's state.
     """
-    if str(record.msg).startswith("Type handler registry type"):
-        return False
     savers = ("/orbax/", "/tensorflow/python/checkpoint/")
     chatter = any(saver in record.pathname for saver in savers)
     return record.levelno >= logging.WARNING or not chatter
