@@ -6,18 +6,16 @@ Dims: S the length of a row of a side, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, DatasetInput
-
-_ROWS_LOOKED_AT = 1000
-"""For facts about the data; a pipeline may take long to read all rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,25 +112,21 @@ class PackedRows(DatasetInput, TokenInput):
                     f"{wanted.shape[1:].as_list()}"
                 )
 
-    def facts(self) -> dict[str, float]:
-        """What the first rows for training say of the data, by name.
+    def fullness(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
+        """How much of the rows in some batches is padding, in a line for each side.
 
         A pair or a text that a pipeline cuts fills its row: of rows with one of them
         each, as many may be cut as are full.
         """
-        examples = self._examples("train")
-        count = int(examples.cardinality())
-        facts = {"training rows": count} if count >= 0 else {}
-        rows = list(examples.take(_ROWS_LOOKED_AT).batch(_ROWS_LOOKED_AT))[0]
-        for side in self.sides:
-            is_token = side.completed(rows)[side.segments].numpy() != 0
-            seen, name = len(is_token), side.ids.removesuffix("ids").replace("_", " ")
-            facts |= {
-                f"{name}tokens in the first {seen:,} rows": int(is_token.sum()),
-                f"{name}padding in them, in percent": 100 * (1 - is_token.mean()),
-                f"{name}rows without padding among them": int(is_token.all(1).sum()),
-            }
-        return facts
+        lines = []
+        for side in self.sides if batches else ():
+            segments = np.concatenate([batch[side.segments] for batch in batches])
+            tokens, full = segments != 0, (segments != 0).all(axis=1)
+            lines.append(
+                f"first {len(full):,} rows of {side.ids}: {tokens.sum():,} tokens, "
+                f"{1 - tokens.mean():.1%} padding, {full.sum():,} full rows"
+            )
+        return lines
 
     def length(self, side: Side) -> int:
         """S of a side.

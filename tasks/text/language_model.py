@@ -226,7 +226,7 @@ class LanguageModel(TextTask):
 
     def describe_data(self) -> dict[str, float]:
         if not isinstance(self.text, TextInput):
-            return self._facts()
+            return super().describe_data()
         train = self.text.statistics(Split.TRAIN)
         held_out = self.text.statistics(Split.HELD_OUT)
         facts = {

@@ -25,7 +25,6 @@ from meshwright.layers.experts.moe import merge_aux, x_and_aux
 from meshwright.layers.stacks.loss_by_parts import check_parts, loss_by_parts
 from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.input.dataset_input import OF_DATASET
-from meshwright.tasks.input.packed_rows import PackedRows
 from meshwright.tasks.task import Task, TaskLoss
 from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metrics
 from meshwright.tasks.text.vocabulary import VOCABULARY_FILE, SentencePieceVocabulary
@@ -246,10 +245,6 @@ class TextTask(Task):
         vocabulary = dataclasses.replace(vocabulary, model_file=file)
         text = dataclasses.replace(self.text, vocabulary=vocabulary)
         return dataclasses.replace(self, text=text)
-
-    def _facts(self) -> dict[str, float]:
-        """`describe_data` of an input that does not know the text of its tokens."""
-        return self.text.facts() if isinstance(self.text, PackedRows) else {}
 
     def check_vocabulary(self, trained: Mapping[str, Any]) -> None:
         """Checks the vocabulary against that in a training's `data_fingerprint`.

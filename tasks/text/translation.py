@@ -200,7 +200,7 @@ class Translation(TextTask):
 
     def describe_data(self) -> dict[str, float]:
         if not self._has_text:
-            return self._facts()
+            return super().describe_data()
         train, held_out = (self.text.rows(split) for split in Split)
         return {
             "training pairs": train.pairs,

@@ -36,22 +36,25 @@ _CANNOT_BE_SAVED = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedEr
 _FILES = {"index": ".index", "data": ".data-00000-of-00001"}
 
 
-def check_first(experiment: Experiment) -> None:
+def check_first(experiment: Experiment) -> list[str]:
     """Reads some training batches of tokens that a pipeline of the user's made.
 
     Their ids may be none of the model's, which is better told before compiling. Other
     inputs make their ids themselves. A pipeline that begins anew may hand out each row
     once, such as a `tf.data` service; nothing is taken from it.
 
+    Returns:
+      Lines that say how much of the batches is padding.
+
     Raises:
       ValueError: the input refuses them.
     """
     task, rows = experiment.task, experiment.global_batch
     given = task.input
-    if isinstance(given, PackedRows) and given.resume is not Resume.ANEW:
-        batches = task.train_batches(0, global_batch=rows, rows=range(rows))
-        for _ in arrays(batches.take(-(-_FIRST_ROWS // rows))):
-            pass
+    if not isinstance(given, PackedRows) or given.resume is Resume.ANEW:
+        return []
+    batches = task.train_batches(0, global_batch=rows, rows=range(rows))
+    return given.fullness([*arrays(batches.take(-(-_FIRST_ROWS // rows)))])
 
 
 class CallBatches:

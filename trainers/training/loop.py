@@ -205,9 +205,9 @@ class _Loop:
         if self.run.evaluate:
             check_held_out(self.experiment)
         self.checkpoints.check_newest(TrainState.abstract(self.programs))
-        check_first(self.experiment)
+        notes = check_first(self.experiment)
         trace(self.programs)
-        for line in start_notes(self.programs):
+        for line in notes + start_notes(self.programs):
             log_line("%s", line)
         replicated = replication.report_text(self._replicated())
         state, folder = self._restored_or_initial(), self.run.model_dir
