@@ -45,6 +45,7 @@ from meshwright.trainers.training.progress import Progress
 from meshwright.trainers.training.saved_config import (
     note_changes,
     row_shapes,
+    warn_of_other_rows,
     write_hyperparameters,
 )
 from meshwright.trainers.training.start_notes import start_notes, trace
@@ -263,8 +264,7 @@ class _Loop:
                 "that the checkpoint was trained with"
             )
         self.profile.warn_unless_within(step + 1, experiment.num_steps)
-        specs = self.programs.state_specs.leaves()
-        size = sum(spec.size * spec.dtype.size for spec in specs)
+        size = sum(s.size * s.dtype.size for s in self.programs.state_specs.leaves())
         self.checkpoints.check_space(experiment.num_steps, size)
         if experiment.task.input.resume is Resume.STATE:
             self._restore_input(step)  # It may refuse to, which compiling would delay.
@@ -393,10 +393,10 @@ class _Loop:
         log_line("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
         # Restores an earlier step if that step is damaged.
-        restored = self.checkpoints.restore(None, abstract)
-        state = TrainState(self.programs, restored)
+        state = TrainState(self.programs, self.checkpoints.restore(None, abstract))
         metadata = self.checkpoints.metadata(state.step)
         note_changes(state.step, metadata, self.fingerprint, self.run.config)
+        warn_of_other_rows(self.experiment.task, metadata)
         self.history = History.of(metadata)
         if self.experiment.task.input.resume is Resume.STATE:
             self.saved_input = self.checkpoints.input_state(state.step)

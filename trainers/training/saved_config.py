@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.framework.nested_map import NestedMap
@@ -102,7 +103,8 @@ def warn_of_other_rows(task: Task, saved: Mapping[str, Any]) -> None:
     """Warns if weights were trained on rows of other shapes than the task's.
 
     They fit all the same: nothing else would tell that a text is cut where it was not
-    in training, or that the model meets positions that it has never seen.
+    in training, or that the model meets positions that it has never seen. Tensors that
+    differ alike are named by the first of them.
 
     Args:
       task: of the configuration that is to use the weights.
@@ -110,18 +112,23 @@ def warn_of_other_rows(task: Task, saved: Mapping[str, Any]) -> None:
     """
     before, now = saved.get(_ROWS), row_shapes(task)[_ROWS]
     before = before if isinstance(before, Mapping) else {}
-    if differ := [
-        f"{path} {before[path]} -> {shape}"
-        for path, shape in now.items()
-        if before.get(path, shape) != shape
-    ]:
+    differ = collections.defaultdict(list)
+    for path, shape in now.items():
+        if before.get(path, shape) != shape:
+            differ[f"{before[path]} -> {shape}"].append(path)
+    if differ:
         log.warning(
-            "the weights were trained on rows of other lengths than this "
-            "configuration's (trained -> now: %s): set the lengths, such as the macros "
+            "the weights were trained on rows of other lengths or sizes than this "
+            "configuration's (trained -> now: %s): set them, such as by the macros "
             "SOURCE_LENGTH, TARGET_LENGTH or SEQUENCE_LENGTH, to those of the "
             "training, unless the model is meant to read others",
-            ", ".join(differ),
+            "; ".join(f"{_first_of(paths)} {how}" for how, paths in differ.items()),
         )
+
+
+def _first_of(paths: Sequence[str]) -> str:
+    rest = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return paths[0] + rest
 
 
 def write_hyperparameters(model_dir: str, config: str) -> None:

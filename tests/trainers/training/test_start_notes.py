@@ -163,9 +163,11 @@ def test_rows_of_other_lengths_than_in_training_are_said(tmp_path, caplog):
     warn_of_other_rows(task, saved)
     warn_of_other_rows(task, {})  # Of an earlier version.
     assert "other lengths" not in caplog.text
-    saved["rows"]["ids"] = [7]
+    saved["rows"] = dict.fromkeys(saved["rows"], [7])
     warn_of_other_rows(task, saved)
-    assert f"(trained -> now: ids [7] -> [{task.text.sequence_length}])" in caplog.text
+    rest = f"{len(saved['rows']) - 1} more"
+    how = f"[7] -> [{task.text.sequence_length}]"
+    assert f"(trained -> now: ids and {rest} {how}): set" in caplog.text
 
 
 def test_a_pipeline_of_other_rounds_does_not_go_on():
