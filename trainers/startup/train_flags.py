@@ -7,7 +7,9 @@ from absl import flags
 from meshwright.trainers.startup import files, process_flags
 
 MODEL_DIR = flags.DEFINE_string(
-    "model_dir", None, "Folder of checkpoints and TensorBoard events."
+    "model_dir",
+    None,
+    "Folder of checkpoints and TensorBoard events; only --dry_run needs none.",
 )
 MODE = flags.DEFINE_enum(
     "mode", "train_and_eval", ["train", "eval", "train_and_eval"], "What to do."

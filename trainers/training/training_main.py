@@ -48,13 +48,6 @@ def _run(
     config_text: str,
     membership: processes.Membership | None,
 ) -> int | None:
-    run = loop.Run(
-        model_dir=train_flags.MODEL_DIR.value,
-        config=config_text,
-        evaluate=train_flags.MODE.value == "train_and_eval",
-        profile_steps=train_flags.profile_steps(),
-        write_program=train_flags.PROGRAM_PAGE.value,
-    )
     mode, platform = train_flags.MODE.value, train_flags.PLATFORM.value
     devices = processes.devices_each(
         experiment.plan.mesh, membership, platform, cli.DEVICE_COUNT.value
@@ -62,6 +55,13 @@ def _run(
     if train_flags.DRY_RUN.value:
         set_platform(platform, devices)
         return _dry_run(experiment)
+    run = loop.Run(
+        model_dir=train_flags.MODEL_DIR.value,
+        config=config_text,
+        evaluate=train_flags.MODE.value == "train_and_eval",
+        profile_steps=train_flags.profile_steps(),
+        write_program=train_flags.PROGRAM_PAGE.value,
+    )
     settings = "\n".join([mode, platform, run.model_dir, config_text])
     with processes.together(membership, settings) as peers:
         still = train_flags.STANDSTILL.value or None
