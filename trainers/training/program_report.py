@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import json
 import logging
 import math
 import os
+import pathlib
 import sys
 import threading
 import time
+
+import jax
 
 from meshwright.framework.compiler.xla.processes import is_first_process
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.plan_document import document
 from meshwright.trainers.planning.planning import report_of
+from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.tensorboard import program_files
 from meshwright.trainers.startup.messages import log_line
 from meshwright.trainers.training.stop_signals import StopRequest
@@ -32,9 +37,8 @@ class _Abandoned(SystemExit):
 class ProgramWriter:
     """Writes the plan and the page of the main program, while training goes on.
 
-    Of several processes the first writes, unless an earlier start has written the same
-    program's. What goes wrong is only a warning: no step
-    needs the files.
+    Of several processes the first writes, unless an earlier start has written those of
+    the same program. What goes wrong is only a warning: no step needs the files.
 
     Args:
       folder: of the run.
@@ -48,16 +52,11 @@ class ProgramWriter:
 
     def start(self, programs: StepPrograms, compile_seconds: float) -> None:
         """Begins to write, once the main program is compiled."""
-        if not is_first_process():
-            return
-        digest = digest_of(programs, self._config)
-        if program_files.are_of(self._folder, digest):
-            log_line("the program's plan and page for TensorBoard are there already")
-            return
-        self._thread = threading.Thread(
-            target=self._write, args=(programs, compile_seconds, digest)
-        )
-        self._thread.start()
+        if is_first_process():
+            self._thread = threading.Thread(
+                target=self._write, args=(programs, compile_seconds)
+            )
+            self._thread.start()
 
     def close(self, most_seconds: float = math.inf) -> None:
         """Waits until all is written, or abandoned as the run is to stop.
@@ -77,11 +76,15 @@ class ProgramWriter:
                 )
             self._thread.join(_POLL_SECONDS)
 
-    def _write(
-        self, programs: StepPrograms, compile_seconds: float, digest: str
-    ) -> None:
+    def _write(self, programs: StepPrograms, compile_seconds: float) -> None:
         start = time.perf_counter()
         try:
+            digest = digest_of(programs, self._config)
+            if program_files.are_of(self._folder, digest, programs.traced_main):
+                log_line(
+                    "the program's plan and page for TensorBoard are there already"
+                )
+                return
             report = report_of(programs, compile_seconds=compile_seconds)
             values = document(report, config_text=self._config) | {"digest": digest}
             program_files.write(self._folder, values, report.traced)
@@ -103,17 +106,19 @@ class ProgramWriter:
 def digest_of(programs: StepPrograms, config: str) -> str:
     """Tells apart programs whose plans or pages differ.
 
-    The page names lines of code: so the digest depends on the files of all modules that
-    are not installed, too.
+    The page names lines of code: so the digest depends on the sources of all modules
+    that are not installed, too.
     """
+    mesh, device = programs.experiment.plan.mesh, jax.devices()[0].device_kind
+    versions = json.dumps(plan_cache.versions())
     digest = hashlib.sha256(programs.traced_main.written.stable_hlo)
-    digest.update(config.encode())
+    digest.update("\0".join([config, str(mesh), device, versions]).encode())
     paths = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
-    for path in sorted(path for path in paths if path):
+    for path in sorted(path for path in paths if path and path.endswith(".py")):
         if "site-packages" in path or path.startswith(sys.base_prefix):
             continue
         if os.path.basename(path).startswith("__autograph_generated"):  # By TF, anew.
             continue
         with contextlib.suppress(OSError):
-            digest.update(f"{path} {os.stat(path).st_mtime_ns}".encode())
+            digest.update(path.encode() + pathlib.Path(path).read_bytes())
     return digest.hexdigest()

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_a_stop_abandons_the_page_of_the_program(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(program_report, "digest_of", lambda *a: "")
     stop = StopRequest()
     writer = ProgramWriter(str(tmp_path), "", stop)
-    writer.start(None, 0.0)
+    writer.start(mock.Mock(), 0.0)
     assert begun.wait(10)
     stop.received = signal.SIGTERM
     start = time.monotonic()
@@ -94,7 +95,7 @@ def test_saving_waits_little_for_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(program_report, "digest_of", lambda *a: "")
     stop = StopRequest()
     writer = ProgramWriter(str(tmp_path), "", stop)
-    writer.start(None, 0.0)
+    writer.start(mock.Mock(), 0.0)
     stop.received = signal.SIGTERM
     start = time.monotonic()
     writer.close(0.5)

@@ -34,7 +34,7 @@ def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
     """
     folder = os.path.join(run, FOLDER)
     page, page_file = None, os.path.join(folder, PAGE)
-    if traced.written.mesh.size > 1:
+    if _has_page(traced):
         try:
             page = page_text(traced)
         except LoweringError as error:
@@ -51,13 +51,20 @@ def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
         raise OSError(f"cannot write to {folder} ({error}): free some space") from error
 
 
-def are_of(run: str, digest: str) -> bool:
-    """Whether the files in a run's folder are those of a document with this digest."""
+def are_of(run: str, digest: str, traced: TracedProgram) -> bool:
+    """Whether a run's folder has all files of a document with this digest."""
+    folder = os.path.join(run, FOLDER)
     try:
-        with tf.io.gfile.GFile(os.path.join(run, FOLDER, PLAN)) as file:
-            return json.load(file).get("digest") == digest
+        with tf.io.gfile.GFile(os.path.join(folder, PLAN)) as file:
+            if json.load(file).get("digest") != digest:
+                return False
+        return _has_page(traced) == tf.io.gfile.exists(os.path.join(folder, PAGE))
     except (tf.errors.OpError, ValueError, AttributeError):
         return False  # There is none, or it is damaged.
+
+
+def _has_page(traced: TracedProgram) -> bool:
+    return traced.written.mesh.size > 1
 
 
 def _write(path: str, text: str) -> None:

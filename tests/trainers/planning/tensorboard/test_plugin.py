@@ -14,6 +14,7 @@ import pytest
 from tensorboard import default, program
 
 from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.trainers.planning.search import plan_cache
 from meshwright.trainers.planning.tensorboard import program_files
 from meshwright.trainers.planning.tensorboard.plugin import (
     NO_FILES,
@@ -286,19 +287,27 @@ def test_a_write_that_is_broken_off_leaves_the_earlier_files(tmp_path, monkeypat
     assert [path.read_text() for path in kept] == before
 
 
-def test_a_start_with_the_same_program_writes_no_page(tmp_path, caplog):
+def test_a_start_with_the_same_program_writes_no_page(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="absl")
-    programs, plan = small_programs(), tmp_path / "meshwright" / "plan.json"
+    programs, folder = small_programs(), tmp_path / "meshwright"
+    traced = programs.traced_main
     digest = digest_of(programs, "config")
-    program_files.write(str(tmp_path), {"digest": digest}, programs.traced_main)
+    program_files.write(str(tmp_path), {"digest": digest}, traced)
     again = small_programs()
     writer = ProgramWriter(str(tmp_path), "config", StopRequest())
     writer.start(again, 0.0)
     writer.close()
     assert caplog.messages[-1].endswith("page for TensorBoard are there already")
     assert digest_of(again, "another") != digest == digest_of(again, "config")
-    plan.write_text("[")
-    assert not program_files.are_of(str(tmp_path), digest)
+    (folder / "program.html").rename(folder / "another.html")
+    assert not program_files.are_of(str(tmp_path), digest, traced)
+    (folder / "another.html").rename(folder / "program.html")
+    assert program_files.are_of(str(tmp_path), digest, traced)
+    (folder / "plan.json").write_text("[")
+    assert not program_files.are_of(str(tmp_path), digest, traced)
+    changed = plan_cache.versions() | {"jax": "another"}
+    monkeypatch.setattr(plan_cache, "versions", lambda: changed)
+    assert digest_of(again, "config") != digest
 
 
 def test_training_goes_on_without_its_page(tmp_path, caplog):
