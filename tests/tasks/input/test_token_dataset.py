@@ -1,6 +1,7 @@
 """Rows of tokens of any tf.data pipeline, as a language model reads them."""
 
 import dataclasses
+import logging
 import re
 
 import numpy as np
@@ -132,6 +133,7 @@ def of_texts(text: TextInput, batch: int) -> TokenDataset:
 
 def test_training_is_that_on_the_same_rows_of_text(tmp_path, caplog):
     """On eight devices, resumed; how many bytes tokens are, nobody knows."""
+    caplog.set_level(logging.INFO, logger="absl")
     programs = at(small_programs(), num_steps=6, checkpoint_interval=3, eval_interval=6)
     experiment = programs.experiment
     want = train(programs, tmp_path / "text")
