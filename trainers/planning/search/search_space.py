@@ -39,8 +39,8 @@ _BOUND = re.compile(
     r"Pipeline\.num_microbatches|Experiment\.global_batch))\s*=",
     re.MULTILINE,
 )
-AS_CONFIGURED = "as configured"
-"""The name of a plan that the user's files spell out."""
+AS_CONFIGURED = "as given"
+"""The name of a plan that the user's files spell out; with "off" it fits a column."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

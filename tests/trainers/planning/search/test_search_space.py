@@ -99,7 +99,7 @@ def test_plans_are_the_shipped_ones_of_the_same_axes_and_the_users_own(tmp_path)
     shipped = [plan.name for plan in space(plans=()).plans]
     assert {"attempt1", "attempt2", "finalized"} <= set(shipped)
     names = [plan.name for plan in space(binding, plans=()).plans]
-    assert names == ["as configured", *shipped]
+    assert names == ["as given", *shipped]
     other_axes = [
         'ShardingPlan.mesh_axes = ("replica",)',
         'ShardingPlan.activations = {"batch": "replica"}',
@@ -107,7 +107,7 @@ def test_plans_are_the_shipped_ones_of_the_same_axes_and_the_users_own(tmp_path)
         "ShardingPlan.mesh_shape = (8,)",
     ]
     (only,) = space(*other_axes, plans=()).plans
-    assert only.name == "as configured"
+    assert only.name == "as given"
     path = tmp_path / "mine.gin"
     path.write_text("\n".join(other_axes))
     small = space()
@@ -155,7 +155,7 @@ def test_a_model_without_a_plan_gets_a_shipped_one():
     experiment = built(files, [])
     assert not experiment.plan.weights and experiment.plan.mesh.size == 1
     plans = named_plans(experiment, files, [])
-    assert plans[0].name == "as configured"
+    assert plans[0].name == "as given"
     (plan,) = (p for p in plans if p.name == "finalized")
     case = Candidate(mesh=(4, 2), plan=plan, policy=EVERYTHING, batch=8)
     made = built(files, case.bindings())
