@@ -15,7 +15,7 @@ from meshwright.trainers.planning.search import search, search_screen
 from meshwright.trainers.planning.search.plan_cache import PlanCache
 from meshwright.trainers.planning.search.search_space import built
 from tests import needs
-from tests.trainers.planning.search.search_cases import space
+from tests.trainers.planning.search.search_cases import PLANS, space
 from tests.trainers.planning.test_plan_main import call_main
 from tests.trainers.small_run import GIN_FILES
 
@@ -39,6 +39,7 @@ def command(folder: pathlib.Path) -> list[str]:
         f"--search_budget={BUDGET}",
         "--search_jobs=1",
         "--search_propagated=0",
+        f"--search_plans={','.join(PLANS)}",
         f"--search_output={folder / 'winner.gin'}",
         f"--cache_dir={folder / 'cache'}",
     ]
