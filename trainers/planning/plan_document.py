@@ -233,8 +233,6 @@ def _seen_error(report: CompileReport) -> dict[str, Any] | None:
     """Errors of the few steps that were published for other TPUs; None without any."""
     if report.time is None or report.pod.kind.name not in SEEN_ERRORS:
         return None
-    if model_kind(report.experiment.task) is not ModelKind.DENSE:
-        return None
     tpu = report.pod.kind.name
     return {
         "tpu": tpu,

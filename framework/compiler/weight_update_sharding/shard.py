@@ -11,6 +11,7 @@ from absl import logging
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.borders import stored_spec
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.lower import Signature
 from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.weight_update_sharding.carried_state import (
@@ -82,12 +83,15 @@ def shard_weight_updates(
         if requested.mode is not WeightUpdateSharding.AUTO:
             raise
         reason = f"{type(error).__name__}: {error}"
-        logging.warning(
-            "%s: weight updates are not sharded, as that failed (report this, please): "
-            "%s",
+        # A mistake of the program's, which later passes refuse, needs no report.
+        is_ours = not isinstance(error, LoweringError)
+        logging.log(
+            logging.WARNING if is_ours else logging.INFO,
+            "%s: weight updates are not sharded, as that failed%s: %s",
             module.signature.name,
+            " (report this, please)" if is_ours else "",
             reason,
-            exc_info=error,
+            exc_info=error if is_ours else None,
         )
         return UpdateReport(
             mode=requested.mode.value,

@@ -11,6 +11,7 @@ import tensorflow as tf
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import TracedProgram, trace_program
 from meshwright.framework.compiler.weight_update_sharding import decide, shard
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
@@ -277,21 +278,27 @@ def test_off_changes_nothing():
     assert program_text(off.written) == program_text(never.written)
 
 
-def test_auto_leaves_a_program_as_it_was_where_the_pass_fails(monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, LoweringError])
+def test_auto_leaves_a_program_as_it_was_where_the_pass_fails(
+    kind, monkeypatch, caplog
+):
+    """It asks for a report, but of a mistake of the program's, which others refuse."""
+
     def half(completed, redundancy, decisions, forms):
         rewrite(completed, redundancy, decisions[:1], forms)
-        raise RuntimeError("no rule for this op")
+        raise kind("no rule for this op")
 
     monkeypatch.setattr(shard, "rewrite", half)
     monkeypatch.setattr(shard, "machine_of", lambda devices: NO_LATENCY)
     auto = Training("sgd", "data").trace(SHARDY, AUTO)
-    assert auto.updates.failed == "RuntimeError: no rule for this op"
-    assert "failed: RuntimeError" in auto.updates.summary()
-    assert "train: weight updates are not sharded, as that failed" in caplog.text
+    assert auto.updates.failed == f"{kind.__name__}: no rule for this op"
+    assert f"failed: {kind.__name__}" in auto.updates.summary()
+    failed = "train: weight updates are not sharded, as that failed (report this"
+    assert (failed in caplog.text) == (kind is RuntimeError)
     off = Training("sgd", "data").trace(SHARDY, OFF)
     assert auto.written.in_forms == off.written.in_forms
     assert program_text(auto.written) == program_text(off.written)
-    with pytest.raises(RuntimeError, match="no rule"):
+    with pytest.raises(kind, match="no rule"):
         Training("sgd", "data").trace(SHARDY, ALL)
 
 
