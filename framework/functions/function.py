@@ -290,7 +290,7 @@ class MeshFunction:
         """How a program takes a variable; None where completion decides."""
         sharding = self._layout.sharding_of(variable, self.mesh)
         value = value_of(variable)
-        form = value.form
+        form = value.form if value.stays_placed else None
         if sharding is None and form is not None and form.border.mesh == self.mesh:
             return StoredForm(  # As before a program split its update.
                 form.shape, form.dtype, form.sharding, kept_from=value.given_by

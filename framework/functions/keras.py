@@ -43,12 +43,16 @@ from meshwright.framework.functions.keras_files import (
 )
 from meshwright.framework.functions.keras_layouts import batch_axes, layout_of
 from meshwright.framework.functions.keras_plan import (
+    STEPS,
     FitPlan,
     StepLayout,
     batch_of,
     check_can_train,
+    check_is_distributed,
     check_topology,
+    drop_placements,
     first_batch,
+    is_distributed,
     placed_variables,
     returned,
 )
@@ -60,7 +64,6 @@ from meshwright.framework.sharding.sharding import Sharding
 
 __all__ = ["backup", "distribute", "plan", "program", "shardings"]
 
-_FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 _SLOT = "momentum|velocity|accumulator|average|^.?(adam|sgd|rmsprop|ada|nadam|lion)"
 _OPTIONS = (
     "data_axes",
@@ -262,7 +265,7 @@ def distribute(
 
     After it `compile`, `fit`, `evaluate`, `predict`, callbacks, `save` and the rest are
     used as ever. Numbers are those of one device: a last batch with fewer rows is
-    another program, without padding.
+    another program, without padding. Another call replaces the former; values stay.
 
     Args:
       model: a Keras 3 model of the TensorFlow backend; built or not, compiled or not.
@@ -291,10 +294,9 @@ def distribute(
       TypeError: it is no Keras model of the TensorFlow backend; an unknown option, or
         one of another type.
       ValueError: it was made in the scope of a `tf.distribute` strategy; an unknown
-        layout; a mesh of more devices than exist; a row that is
-        for no axis of the mesh; or, if the model is built, a row of another rank than
-        its variable's, or one that fits no variable. If it is not built, such rows end
-        the first `fit`.
+        layout; a mesh of more devices than exist; a row that is for no axis of the
+        mesh; or, if the model is built, a row of another rank than its variable's, or
+        one that fits no variable. If it is not built, such rows end the first `fit`.
     """
     _check_model(model)
     _check_options(model, options)
@@ -309,7 +311,9 @@ def distribute(
         options=options,
     )
     made.check()
-    for name, method in _FUNCTIONS.items():
+    if is_distributed(model):
+        drop_placements(model)
+    for name, method in STEPS.items():
         _replace(made, name, method)
     share_files(model)
     end_at_once(model)
@@ -334,8 +338,7 @@ def shardings(model: Any) -> dict[str, Sharding | None]:
       ValueError: no program has used any of its variables yet.
     """
     _check_model(model)
-    made = (getattr(model, f"{name}_function", None) for name in _FUNCTIONS)
-    return placed_variables(model, [f.step for f in made if hasattr(f, "step")])
+    return placed_variables(model)
 
 
 def program(
@@ -362,11 +365,7 @@ def program(
       LoweringError: see `compile_program`.
     """
     _check_model(model)
-    if "make_train_function" not in vars(model):  # Which `distribute` replaces.
-        raise ValueError(
-            f"{model.name} is on no mesh: call mw.keras.distribute(model, mesh, "
-            "layout) before mw.keras.program"
-        )
+    check_is_distributed(model)
     check_can_train(model, x, "mw.keras.program")
     model.make_train_function()
     batch = first_batch(model, x, y, sample_weight, batch_size)

@@ -27,7 +27,6 @@ from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.hardware import GpuKind, TpuKind
 from meshwright.framework.devices.topology import topology
-from meshwright.framework.functions.function import MeshFunction
 from meshwright.framework.functions.keras_files import are_of_keras, variables_of
 from meshwright.framework.functions.layout import Layout, by_path, layout_notes
 from meshwright.framework.functions.mesh_variable import placed
@@ -35,6 +34,9 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.framework.sizes import bytes_text
+
+STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+"""The methods of a Keras model of which it makes the functions that it runs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -336,6 +338,20 @@ def check_can_train(model: Any, x: Any, asker: str) -> None:
         )
 
 
+def is_distributed(model: Any) -> bool:
+    """Whether a Keras model is on a mesh."""
+    return "make_train_function" in vars(model)  # Which `distribute` replaces.
+
+
+def check_is_distributed(model: Any) -> None:
+    """Raises ValueError if a Keras model, whose program is wanted, is on no mesh."""
+    if not is_distributed(model):
+        raise ValueError(
+            f"{model.name} is on no mesh: call mw.keras.distribute(model, mesh, "
+            "layout) before mw.keras.program"
+        )
+
+
 def check_topology(name: str | None, mesh: DeviceMesh) -> None:
     """Raises an error for a topology that is unknown, or of another size than the mesh.
 
@@ -355,22 +371,17 @@ def check_topology(name: str | None, mesh: DeviceMesh) -> None:
         )
 
 
-def placed_variables(
-    model: Any, steps: Sequence[MeshFunction]
-) -> dict[str, Sharding | None]:
+def placed_variables(model: Any) -> dict[str, Sharding | None]:
     """The shardings of a Keras model's variables; see `mw.keras.shardings`.
 
     Args:
       model: the Keras model.
-      steps: its steps, that may have variables which are not the model's.
 
     Raises:
       ValueError: no program has used a variable yet.
     """
     own = {id(variable._value) for variable in model.variables}
-    known = {id(v): v for v in variables_of(model)}
-    for step in steps:
-        known |= {id(v): v for v in step.variables if id(v) not in known}
+    known = _used_variables(model)
     known = {key: v for key, v in known.items() if key in own or placed(v)}
     if not any(map(placed, known.values())):
         raise ValueError(
@@ -380,3 +391,19 @@ def placed_variables(
         )
     values = {path: placed(v) for path, v in by_path(known.values()).items()}
     return {path: value and value.sharding for path, value in values.items()}
+
+
+def drop_placements(model: Any) -> None:
+    """Leaves to the next programs where a Keras model's variables go; values stay."""
+    for variable in _used_variables(model).values():
+        if value := placed(variable):
+            value.stays_placed = False
+
+
+def _used_variables(model: Any) -> dict[int, tf.Variable]:
+    """By `id`: variables of the model, its optimizer, and of its steps besides."""
+    known = {id(v): v for v in variables_of(model)}
+    made = (getattr(model, f"{name}_function", None) for name in STEPS)
+    for step in (f.step for f in made if hasattr(f, "step")):
+        known |= {id(v): v for v in step.variables if id(v) not in known}
+    return known

@@ -65,6 +65,8 @@ class MeshValue:
       on_host: whether TF's own copy is the value.
       on_mesh: whether `array` is the value.
       was_read: whether `array` was copied to the host since a program made it.
+      stays_placed: whether a program that is compiled next keeps the form where its
+        layout does not say.
       readers: graphs of other functions that captured the variable: they read and write
         TF's own copy whenever they run.
       told: names of readers that a warning has named.
@@ -78,6 +80,7 @@ class MeshValue:
     on_host: bool = True
     on_mesh: bool = False
     was_read: bool = False
+    stays_placed: bool = True
     readers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
     told: set[str] = dataclasses.field(default_factory=set)
 
@@ -99,6 +102,7 @@ class MeshValue:
             with wide_elements():
                 self.array = jax.device_put(self.array, sharding)
         self.form, self.mesh, self.on_mesh = form, program.mesh, True
+        self.stays_placed = True
         self.given_by = (form.kept_from or program.name) if form else ""
         return self.array
 

@@ -287,6 +287,28 @@ def test_slots_of_several_optimizers_are_among_the_shardings(partitioner):
     assert slots["of_first/learning_rate"] == "[]"
 
 
+def test_another_layout_drops_placements_of_the_former_and_keeps_values():
+    x = np.ones([8, 4], np.float32)
+
+    def game(*layouts):
+        keras.utils.set_random_seed(1)
+        model = Game()
+        model.compile("adam")
+        for layout in layouts:
+            if layout is not None:
+                mw.keras.distribute(model, MESH, layout)
+            model.fit(x, x, verbose=0)
+        return model
+
+    former, later = (
+        {"first/k": [None, ("data", "model")]},
+        {"second/k": [None, "model"]},
+    )
+    ours = game(former, later)
+    assert shown(ours) == shown(game(later)) != shown(game(former))
+    assert_alike(ours.get_weights(), game(None, None).get_weights())
+
+
 VALUES = ("iteration", "learning_rate")
 
 
