@@ -17,11 +17,12 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.compiler.xla.processes import check_same, do_together
-from meshwright.framework.functions.layout import note_path
+from meshwright.framework.functions.layout import note_path, path_of
 from meshwright.framework.functions.mesh_variable import silent_readers
 
 _WRITTEN_ONCE = ("save", "save_weights", "export")
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
+_SAVED_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _LIBRARIES = ("keras.", "keras_hub.", "keras_rs.")
 
 
@@ -269,7 +270,7 @@ def backup(folder: str | os.PathLike) -> Any:
       TypeError: the folder is no path.
       NotADirectoryError: the folder is a file.
       ValueError: in `fit`: the model is neither built nor on a mesh; the backup is of
-        other variables, by their number or shapes; or it is damaged.
+        other variables, by their number, shapes or dtypes; or it is damaged.
     """
     import keras
 
@@ -334,6 +335,7 @@ class _Backup:
         self._model = model
         self._folder = folder
         self._epoch = tf.Variable(0, dtype=tf.int64)
+        self._variables = variables
         self._checkpoint = tf.train.Checkpoint(epoch=self._epoch, variables=variables)
         self._manager = tf.train.CheckpointManager(
             self._checkpoint, folder, max_to_keep=1
@@ -377,6 +379,12 @@ class _Backup:
 
     def _restore(self, newest: str) -> None:
         try:
+            if difference := self._difference(tf.train.load_checkpoint(newest)):
+                raise ValueError(
+                    f"{newest} is no backup of {self._model.name} and its optimizer as "
+                    "they are now: pass another folder to mw.keras.backup, or restore "
+                    f"what was changed ({difference})"
+                )
             status = self._checkpoint.restore(newest)
             status.expect_partial().assert_existing_objects_matched()
             status.assert_consumed()
@@ -385,12 +393,26 @@ class _Backup:
                 f"the backup {newest} is damaged: remove it to begin anew, or bring it "
                 f"back from a copy ({error})"
             ) from error
-        except (AssertionError, ValueError) as error:
-            raise ValueError(
-                f"{newest} is no backup of {self._model.name} and its optimizer as "
-                "they are now: pass another folder to mw.keras.backup, or restore what "
-                f"was changed ({error})"
-            ) from error
+
+    def _difference(self, backup: tf.train.CheckpointReader) -> str:
+        """How the variables of a backup differ from those here; "" if they do not."""
+        shapes = backup.get_variable_to_shape_map()
+        dtypes = backup.get_variable_to_dtype_map()
+        saved = {key: f"{dtypes[key].name} {shapes[key]}" for key in shapes}
+        here = {
+            f"variables/{i}{_SAVED_VALUE}": v for i, v in enumerate(self._variables)
+        }
+        count = sum(key.startswith("variables/") for key in saved)
+        differences = []
+        if count != len(here):
+            differences.append(f"it has {count} variables, not {len(here)}")
+        for key, variable in here.items():
+            kind = f"{variable.dtype.name} {variable.shape.as_list()}"
+            if key in saved and saved[key] != kind:
+                path = path_of(variable)
+                differences.append(f"{path} is {kind}, and {saved[key]} in it")
+                break
+        return "; ".join(differences)
 
     def save(self, epoch: int) -> None:
         """Saves the state after `epoch` epochs, in place of the backup before."""

@@ -12,7 +12,7 @@ import meshwright.framework as mw
 
 LAYERS = keras.layers
 EPOCHS = 6
-UNITS = 16
+UNITS = (16,)
 X = np.random.default_rng(0).standard_normal((32, 6)).astype(np.float32)
 Y = np.arange(32) % 3
 
@@ -22,7 +22,7 @@ def network(dropout=0.2, seed=1):
     model = keras.Sequential(
         [
             LAYERS.Input((6,)),
-            LAYERS.Dense(UNITS, "relu"),
+            *(LAYERS.Dense(units, "relu") for units in UNITS),
             LAYERS.BatchNormalization(),
             LAYERS.Dropout(dropout),
             LAYERS.Dense(3),
