@@ -129,7 +129,7 @@ class _Distributed:
         Raises:
           ValueError: the model is to run eagerly; or, when the train step is traced, a
             row of the layout fits neither a variable of the model nor of its optimizer.
-          TypeError: when a step is traced, it returned None.
+          TypeError: when a step is traced, it returned None, or no dict of logs.
         """
         self._check_runs_compiled()
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import numbers
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -221,12 +221,18 @@ def returned(model: Any, method: str, data: Any) -> Any:
       data: the batch.
 
     Raises:
-      TypeError: it is None, which Keras would take for the end of the data.
+      TypeError: it is None, which Keras would take for the end of the data; or of a
+        step that trains or evaluates no dict.
     """
     result = getattr(model, method)(data)
-    if result is None:
-        what = "the predictions" if method == "predict_step" else "a dict of logs"
-        raise TypeError(f"{model.name}: {method} returned None; it must return {what}")
+    predicts = method == "predict_step"
+    if result is None or not (predicts or isinstance(result, Mapping)):
+        kind = "a tensor" if tf.is_tensor(result) else f"a {type(result).__name__}"
+        logs = "a dict of logs, names to values, such as {'loss': loss}"
+        raise TypeError(
+            f"{model.name}: {method} returned {'None' if result is None else kind}; "
+            f"it must return {'the predictions' if predicts else logs}"
+        )
     return result
 
 

@@ -125,30 +125,40 @@ def test_a_tensor_that_is_kept_of_a_scratch_graph_is_no_other_function(caplog):
     assert "does not run on the mesh" not in caplog.text
 
 
-class Silent(keras.Model):
-    """Its steps end without a `return`."""
+class Returns(keras.Model):
+    """Its steps return what they are told to."""
+
+    def __init__(self, result):
+        super().__init__(name="returns")
+        self.result = result
 
     def train_step(self, data):
-        """Trains nothing."""
+        return self.result(data)
 
     test_step = predict_step = train_step
 
 
+LOGS = "a dict of logs, names to values, such as {'loss': loss}"
+NOTHING, SCALAR, TUPLE = lambda _: None, lambda _: tf.constant(1.0), lambda _: (1.0,)
+
+
 @pytest.mark.parametrize(
-    ("run", "method", "what"),
+    ("run", "step", "result", "kind", "what"),
     [
-        (lambda model, x: model.fit(x, x, verbose=0), "train", "a dict of logs"),
-        (lambda model, x: model.evaluate(x, x, verbose=0), "test", "a dict of logs"),
-        (lambda model, x: model.predict(x, verbose=0), "predict", "the predictions"),
+        ("fit", "train", NOTHING, "None", LOGS),
+        ("evaluate", "test", NOTHING, "None", LOGS),
+        ("predict", "predict", NOTHING, "None", "the predictions"),
+        ("fit", "train", SCALAR, "a tensor", LOGS),
+        ("evaluate", "test", TUPLE, "a tuple", LOGS),
     ],
 )
-def test_a_step_that_returns_nothing_is_refused(run, method, what):
-    model = Silent(name="silent")
+def test_a_step_that_returns_something_else_is_refused(run, step, result, kind, what):
+    model = Returns(result)
     model.compile("sgd", "mse")
     mw.keras.distribute(model, MESH)
-    text = f"silent: {method}_step returned None; it must return {what}$"
+    text = f"returns: {step}_step returned {kind}; it must return {what}$"
     with pytest.raises(TypeError, match=text):
-        run(model, np.ones([8, 4]))
+        getattr(model, run)(np.ones([8, 4]), verbose=0)
 
 
 KEPT = tf.Variable(2.0, name="kept_outside")
