@@ -409,8 +409,7 @@ class TextInput(TokenInput):
         """The text of `ids`; what is no text is U+FFFD, other ids are left out."""
         if self.vocabulary is None:
             return ByteTokenizer().decode(ids).decode(errors="replace")
-        vocabulary = self.trained_vocabulary()
-        return vocabulary.decode(i for i in ids if i < vocabulary.size)
+        return self.trained_vocabulary().decode(ids)
 
     def corpus(self, split: Split) -> Corpus:
         """The tokens of a split, see `load_corpus`."""

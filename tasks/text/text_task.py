@@ -48,7 +48,7 @@ class TextTask(Task):
         logits [B, S, V], and the backward pass computes them again.
 
     Raises:
-      ValueError: the vocabulary is smaller than the input's; the embedding and
+      ValueError: a layer's vocabulary is smaller than the input's; the embedding and
         `softmax` disagree on whether the table is shared; a field is out of range.
     """
 
@@ -67,12 +67,14 @@ class TextTask(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        size, needed = self.embedding.vocab_size, self.text.vocab_size
-        if size < needed:
-            raise ValueError(
-                f"TokenEmbedding.vocab_size {size} is smaller than the {needed} of "
-                f"{type(self.text).__name__}'s tokens: raise it to that"
-            )
+        needed = self.text.vocab_size
+        for layer in filter(None, (self.embedding, self.softmax)):
+            if layer.vocab_size < needed:
+                raise ValueError(
+                    f"{type(layer).__name__}.vocab_size {layer.vocab_size} is smaller "
+                    f"than the {needed} of {type(self.text).__name__}'s tokens: raise "
+                    "it to that"
+                )
         if self.input_positions is not InputPositions.NONE and (
             self.embedding.model_dims % 2
         ):

@@ -308,12 +308,17 @@ class Vocabulary:
         return self._processor.encode(list(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` up to the first end; control symbols are left out."""
+        """The text of `ids` up to the first end.
+
+        Control symbols are left out, and ids from V on, which a model with a larger
+        vocabulary than this one may give.
+        """
         kept = []
         for i in map(int, ids):
             if i == self.end_id:
                 break
-            kept.append(i)
+            if i < self.size:
+                kept.append(i)
         return self._processor.decode(kept)
 
     @functools.cached_property

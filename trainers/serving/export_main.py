@@ -167,8 +167,13 @@ def _restored(programs: StepPrograms, config_text: str) -> NestedMap:
         state = checkpoints.restore(
             export_flags.STEP.value, TrainState.abstract(programs)
         )
-        step = int(np.asarray(state.step))
-        warn_of_other_rows(programs.experiment.task, checkpoints.metadata(step))
+        task = programs.experiment.task
+        metadata = checkpoints.metadata(int(np.asarray(state.step)))
+        warn_of_other_rows(task, metadata)
+        # Where texts start and end is part of what decodes them.
+        vocabulary = getattr(task, "subwords", None)
+        if vocabulary is not None and vocabulary.model_file:
+            task.check_vocabulary(metadata.get("batches") or {})
         return state
 
 

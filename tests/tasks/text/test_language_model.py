@@ -274,6 +274,10 @@ def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused():
     embedding = TokenEmbedding(vocab_size=V - 1, model_dims=M)
     with pytest.raises(ValueError, match="vocab_size 263 is smaller than .* 264"):
         dataclasses.replace(model(), embedding=embedding)
+    # Its loss would be of logits that there are not.
+    softmax = Softmax(vocab_size=V - 1, model_dims=M)
+    with pytest.raises(ValueError, match="Softmax.vocab_size 263 is smaller than"):
+        dataclasses.replace(model(softmax=SoftmaxKind.SEPARATE), softmax=softmax)
 
 
 @pytest.mark.parametrize("softmax", SoftmaxKind)

@@ -15,6 +15,7 @@ from meshwright.tasks.text.vocabulary import (
     SentencePieceVocabulary,
     SpecialTokens,
 )
+from meshwright.trainers import export
 from meshwright.trainers import generate as main_module
 from meshwright.trainers.checkpoints.checkpoints import Checkpoints
 from meshwright.trainers.checkpoints.trained_files import write_files
@@ -254,6 +255,38 @@ def test_another_vocabulary_is_refused(trained, tmp_path, capfd):
         shutil.move(kept, trained.folder)
     message = "the vocabulary is not the one that the weights were trained with"
     assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (SpecialTokens.WITH_START, "not the one that the weights were trained with"),
+        (SpecialTokens.T5, "special_tokens"),
+    ],
+)
+def test_an_export_with_another_vocabulary_is_refused(
+    trained, tmp_path, capfd, tokens, message
+):
+    """Its texts would start and end elsewhere, or mean something else."""
+    file = tmp_path / "other.model"
+    spec = SentencePieceVocabulary(vocab_size=300, special_tokens=tokens)
+    file.write_bytes(spec.trained(sentences(300)).model)
+    params = [
+        f"SentencePieceVocabulary.model_file = '{file}'",
+        "SentencePieceVocabulary.vocab_size = 300",
+    ]
+    status = small_run.status_of(
+        export,
+        *params,
+        gin_files=[MODEL, PLAN],
+        gin_params=trained.params,
+        model_dir=trained.folder,
+        output=str(tmp_path / "out"),
+        what="saved_model",
+        device_count="8",
+    )
+    assert status == 1 and message in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_language_model_has_no_target_language(straight, capfd):
