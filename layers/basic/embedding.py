@@ -156,6 +156,17 @@ class Softmax(Layer):
         return ctx.split(contract(ctx, read_stream(ctx, x), theta.kernel), BSV)
 
 
+def check_vocab_size(
+    layer: TokenEmbedding | Softmax, needed: int, vocabulary: str
+) -> None:
+    """Raises ValueError if a layer has fewer ids than an input's `vocabulary`."""
+    if layer.vocab_size < needed:
+        raise ValueError(
+            f"{type(layer).__name__}.vocab_size {layer.vocab_size} is smaller than the "
+            f"{needed} of {vocabulary}: raise it to that"
+        )
+
+
 def pick_rows(
     ctx: Context, table: tf.Tensor, ids: tf.Tensor, lookup: Lookup
 ) -> tf.Tensor:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.basic.embedding import Softmax
+from meshwright.layers.basic.embedding import Softmax, check_vocab_size
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_audio import SpecAugment
 from meshwright.tasks.speech.speech_task import SpeechTask
@@ -75,12 +75,8 @@ class SpeechRecognition(SpeechTask):
 
     def __post_init__(self):
         super().__post_init__()
-        ours, needed = self.softmax.vocab_size, self.speech.vocab_size
-        if ours < needed:
-            raise ValueError(
-                f"Softmax.vocab_size {ours} is smaller than the {needed} of "
-                f"{type(self.speech.vocabulary).__name__}: raise it to that"
-            )
+        vocabulary = type(self.speech.vocabulary).__name__
+        check_vocab_size(self.softmax, self.speech.vocab_size, vocabulary)
 
     def logits(
         self, ctx: Context, theta: NestedMap, features: tf.Tensor, frames: tf.Tensor

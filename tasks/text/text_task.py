@@ -18,7 +18,12 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.positions import InputPositions, sinusoids
-from meshwright.layers.basic.embedding import Softmax, SoftmaxKind, TokenEmbedding
+from meshwright.layers.basic.embedding import (
+    Softmax,
+    SoftmaxKind,
+    TokenEmbedding,
+    check_vocab_size,
+)
 from meshwright.layers.basic.linear import BSM
 from meshwright.layers.basic.token_loss import TokenLoss, token_loss
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
@@ -67,14 +72,9 @@ class TextTask(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        needed = self.text.vocab_size
+        tokens = f"{type(self.text).__name__}'s tokens"
         for layer in filter(None, (self.embedding, self.softmax)):
-            if layer.vocab_size < needed:
-                raise ValueError(
-                    f"{type(layer).__name__}.vocab_size {layer.vocab_size} is smaller "
-                    f"than the {needed} of {type(self.text).__name__}'s tokens: raise "
-                    "it to that"
-                )
+            check_vocab_size(layer, self.text.vocab_size, tokens)
         if self.input_positions is not InputPositions.NONE and (
             self.embedding.model_dims % 2
         ):
