@@ -379,12 +379,9 @@ class _Backup:
 
     def _restore(self, newest: str) -> None:
         try:
+            # First: TF may find a file damaged that is of another model.
             if difference := self._difference(tf.train.load_checkpoint(newest)):
-                raise ValueError(
-                    f"{newest} is no backup of {self._model.name} and its optimizer as "
-                    "they are now: pass another folder to mw.keras.backup, or restore "
-                    f"what was changed ({difference})"
-                )
+                raise ValueError(difference)
             status = self._checkpoint.restore(newest)
             status.expect_partial().assert_existing_objects_matched()
             status.assert_consumed()
@@ -392,6 +389,12 @@ class _Backup:
             raise ValueError(
                 f"the backup {newest} is damaged: remove it to begin anew, or bring it "
                 f"back from a copy ({error})"
+            ) from error
+        except (AssertionError, ValueError) as error:
+            raise ValueError(
+                f"{newest} is no backup of {self._model.name} and its optimizer as "
+                "they are now: pass another folder to mw.keras.backup, or restore what "
+                f"was changed ({error})"
             ) from error
 
     def _difference(self, backup: tf.train.CheckpointReader) -> str:
