@@ -27,6 +27,8 @@ from meshwright.trainers.training.stop_signals import StopRequest
 
 log = logging.getLogger("absl")
 
+_PACKAGE = __name__.split(".")[0]
+
 _POLL_SECONDS = 0.2
 
 
@@ -107,13 +109,14 @@ def digest_of(programs: StepPrograms, config: str) -> str:
     """Tells apart programs whose plans or pages differ.
 
     The page names lines of code: so the digest depends on the sources of all modules
-    that are not installed, too.
+    that are not installed, too. Those of this package are among the versions.
     """
     mesh, device = programs.experiment.plan.mesh, jax.devices()[0].device_kind
     versions = json.dumps(plan_cache.versions())
     digest = hashlib.sha256(programs.traced_main.written.stable_hlo)
     digest.update("\0".join([config, str(mesh), device, versions]).encode())
-    paths = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    others = [m for name, m in [*sys.modules.items()] if name.split(".")[0] != _PACKAGE]
+    paths = {getattr(module, "__file__", None) for module in others}
     for path in sorted(path for path in paths if path and path.endswith(".py")):
         if "site-packages" in path or path.startswith(sys.base_prefix):
             continue

@@ -104,10 +104,10 @@ def explanation_text(
 def _summary(explanation: Explanation) -> Iterator[str]:
     """At most a screen: how much there is of what the lists below show."""
     tensors, replicated = explanation.tensors, explanation.replicated()
-    gathered = explanation.rematerialized()
+    gathered, kinds = explanation.rematerialized(), _by_kind(explanation)
     yield (
         f"{explanation.name} over {explanation.mesh}, completed by "
-        f"{explanation.partitioner}: {_verdict(explanation)}"
+        f"{explanation.partitioner}: {_verdict(explanation, kinds)}"
     )
     yield f"Of {len(tensors)} tensors"
     annotated = [tensor for tensor in tensors if tensor.annotated]
@@ -133,18 +133,22 @@ def _summary(explanation: Explanation) -> Iterator[str]:
         f"  {name:<38}{bytes_text(_moved(group)):>11}, "
         + ("at least " if any(c.times is None for c in group) else "")
         + _times(sum(c.times or 1 for c in group))
-        for name, group in _by_kind(explanation)
+        for name, group in kinds
     ]
     yield from rows or ["  none"]
 
 
-def _verdict(explanation: Explanation) -> str:
+def _verdict(
+    explanation: Explanation, kinds: Sequence[tuple[str, list[InsertedCollective]]]
+) -> str:
     """How much of the arguments is split, and what sends most."""
     arguments = [t for t in explanation.tensors if t.kind.value == "argument"]
     whole = [tensor for tensor in arguments if tensor.why_replicated is not None]
-    of = f"{bytes_text(sum(t.bytes for t in arguments))} of arguments"
-    kinds, text = _by_kind(explanation), f"replicated are {_total(whole) or 'none'}"
-    text = f"{text} of the {of}; " if arguments else ""
+    size = bytes_text(sum(tensor.bytes for tensor in arguments))
+    replicated = (
+        f"replicated are {_total(whole) or 'none'} of the {size} of arguments; "
+    )
+    text = replicated if arguments else ""
     if not kinds:
         return f"{text}nothing is sent"
     name, most = kinds[0]
