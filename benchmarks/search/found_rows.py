@@ -114,7 +114,7 @@ def searched(row: str, most: int, budget: int, cache: PlanCache) -> dict[str, An
     progress = finder.finder.progress
     found: list[dict[str, Any]] = []
     for candidate, plan in finder.candidates(_REFUSED * budget):
-        if sum(one["s"] is not None for one in found) == budget:
+        if sum(program["s"] is not None for program in found) == budget:
             break
         if misfit(space.experiment, candidate, space.torus) is None:
             made = compiled(space, candidate, cache)

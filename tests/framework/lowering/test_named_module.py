@@ -140,8 +140,8 @@ def test_a_lookup_loads_a_table_that_fits_and_its_rows():
     rows = 2 * 4 * B * M
     for shape, table in (((600, 16), 4 * 600 * 128), ((2**16, M), 0)):
         fn = lambda w: tf.gather(w, tf.zeros([B], tf.int32))  # noqa: E731
-        found = work(named(fn, (shape, [None, None])))
-        assert found.moved == rows + table
+        lookup = work(named(fn, (shape, [None, None])))
+        assert lookup.moved == rows + table
 
 
 def test_large_meshes_are_written_in_short():

@@ -41,6 +41,8 @@ DOTS = ("stablehlo.dot_general", "stablehlo.dot")
 _CONVOLUTION = "stablehlo.convolution"
 # XLA for TPU v3 fuses an all-reduce with a slice of more columns (Tables 2 and 3).
 _COLUMNS = 128
+# Elements that a TPU pads the last dim of a table's rows to.
+_LANES = 128
 # Their operands or results are arrays in memory, whatever XLA fuses.
 _MOVES = (
     "dynamic_slice",
@@ -227,7 +229,7 @@ class _Walk:
     def _padded(self, value: ir.Value) -> float:
         """A device's bytes of a value, with rows padded to a TPU's lanes."""
         *others, last = self.local(value) or [1]
-        return math.prod(others) * -(-last // _COLUMNS) * _COLUMNS * itemsize(value)
+        return math.prod(others) * -(-last // _LANES) * _LANES * itemsize(value)
 
     def _rows(self, op) -> float:
         """The bytes that a gather or a scatter of rows moves."""

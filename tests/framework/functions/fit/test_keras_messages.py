@@ -57,9 +57,9 @@ def test_a_long_start_is_told_and_arrays_are_read_without_tuning(monkeypatch, ca
     dataset = tf.data.Dataset.from_tensors((x, y))  # Of a user: left as it is.
     model.fit(dataset, verbose=0)
     assert tuned == [("train", False), ("test", False), ("train", None)]
-    told = capfd.readouterr().err
-    assert "train_step: tracing, once for each shape of its arguments" in told
-    assert "train_step: compiling for the mesh (data=2, model=4)" in told
+    stderr = capfd.readouterr().err
+    assert "train_step: tracing, once for each shape of its arguments" in stderr
+    assert "train_step: compiling for the mesh (data=2, model=4)" in stderr
 
 
 class Turned(LAYERS.Layer):

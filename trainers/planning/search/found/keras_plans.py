@@ -299,9 +299,9 @@ def search_keras(
     run_finder(search.finder, most, search.starts)
     layouts = search.layouts(max(compiled, 1))
     if compiled:
-        listed = ", ".join(one.name for one in layouts)
+        names = ", ".join(layout.name for layout in layouts)
         tqdm.tqdm.write(
-            f"{name}: compiling {len(layouts)} layouts ({listed}); those with sharded "
+            f"{name}: compiling {len(layouts)} layouts ({names}); those with sharded "
             "weight updates also without",
             file=sys.stderr,
         )

@@ -148,7 +148,7 @@ def test_several_outputs_and_weights_of_samples():
     searched = two_outputs()
     how = {"most": 9, "compiled": 0, "baselines": ()}
     found = search_keras(searched, batch, "v3:2x2", **how)
-    assert [one.name for one in found.layouts] == ["found"]
+    assert [layout.name for layout in found.layouts] == ["found"]
     assert found.mesh.axes_size(found.options["data_axes"]) > 1
     mw.keras.distribute(searched, found.mesh, found.layout, **found.options)
     x, y = np.ones([16, WIDTH]), {"a": np.ones([16, 256]), "b": np.ones([16, 512])}
@@ -177,8 +177,8 @@ def test_what_does_not_compile_is_left_out(monkeypatch, capfd):
     monkeypatch.setattr(mw.keras, "program", program)
     how = {"most": 5, "compiled": 1, "baselines": ["data", "fsdp"]}
     found = search_keras(model("sgd"), batch_of(64), "v3:1x1", **how)
-    told = "sized: compiling 3 layouts (data, fsdp, found); those with sharded weight"
-    assert told in capfd.readouterr().err
+    text = "sized: compiling 3 layouts (data, fsdp, found); those with sharded weight"
+    assert text in capfd.readouterr().err
     failed = {one.name: one.failed for one in found.layouts}
     assert failed == {
         "data": "does not fit",
