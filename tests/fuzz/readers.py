@@ -148,8 +148,9 @@ def _flags(folder: pathlib.Path) -> None:
     words = os.fsdecode((folder / "flags").read_bytes()).split("\0")
     with flagsaver.flagsaver():
         try:
-            # Which both cli require.
-            left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
+            # A run needs a job; and it tries to write to its folder, so none is run.
+            needed = ["--gin_file=lm/stdlib_tiny", "--dry_run"]
+            left = flags.FLAGS(["meshwright", *needed, *words])
             cli.call(train.NAME, left, _command, check=train_flags.check)
         # As absl prints them, and as the binaries print errors.
         except flags.Error as error:

@@ -180,7 +180,8 @@ def test_a_data_parallel_step_communicates_where_annotations_say_so(steps):
 
 def test_a_step_that_leaves_it_to_the_partitioner_is_refused():
     mesh = {"plan": "data_tensor", "mesh": "(4, 2)"}
-    strict = experiment("Experiment.check_types = True", **mesh)
+    one_hot = "TokenEmbedding.lookup = %Lookup.ONE_HOT"
+    strict = experiment(one_hot, "Experiment.check_types = True", **mesh)
     message = "train: op .* partial values along tensor"
     with pytest.raises(ShardingTypeError, match=message):
         _ = StepPrograms(strict).traced_main

@@ -39,6 +39,7 @@ def program(plan, partitioner):
     experiment = small_experiment(
         "MESH_SHAPE = (2, 4)",
         "Repeat.recompute = %Recompute.NOTHING",
+        "TokenEmbedding.lookup = %Lookup.ONE_HOT",  # The paper's, a product.
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         plan=plan,
     )
