@@ -26,6 +26,7 @@ from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.why import Answer, why
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
+from meshwright.framework.compiler.lowering.garbage import garbage_later
 from meshwright.framework.compiler.lowering.lower import argument_specs, lower
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.passes import PassResults, run_passes
@@ -140,11 +141,7 @@ class Program:
         flat = self.arguments.take(args)
         calls = self._calls
         try:
-            out = (
-                self._compiled(*flat)
-                if calls is None
-                else calls.make(self._compiled, flat)
-            )
+            out = calls.make(self._compiled, flat) if calls else self._compiled(*flat)
         except ValueError:
             self.arguments.check_shardings(flat)
             raise
@@ -361,6 +358,7 @@ def compile_program(
     return trace_program(fn, args, mesh, **options).compile(compiler_options)
 
 
+@garbage_later()
 def trace_program(
     fn: Callable[..., Any],
     args: Iterable[Any],

@@ -20,6 +20,7 @@ from tensorflow.python.util import nest
 from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.lowering.captures import captured_as
 from meshwright.framework.compiler.lowering.errors import LoweringError, no_elements
+from meshwright.framework.compiler.lowering.garbage import garbage_later
 from meshwright.framework.compiler.program import (
     FunctionOptions,
     Program,
@@ -40,7 +41,6 @@ from meshwright.framework.functions.change_forms import change_forms
 from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.functions.mesh_variable import (
     LOCK,
-    garbage_later,
     host_shapes,
     interrupts_later,
     is_ours,

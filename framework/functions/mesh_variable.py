@@ -444,22 +444,6 @@ def silent_readers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def garbage_later() -> Iterator[None]:
-    """Has Python look for garbage after the context, but for calls of `gc.collect`.
-
-    Tracing and compiling make up to millions of objects that are kept, among which
-    Python would look for cycles time and again.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def interrupts_later() -> Iterator[None]:
     """Has Ctrl-C wait for the end of the context.
 

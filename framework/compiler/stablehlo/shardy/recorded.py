@@ -101,11 +101,7 @@ class Recorded:
 
     def __init__(self, blame: Blame, module: ir.Operation, mesh: DeviceMesh):
         self.mesh, self.module = mesh, module
-        passes = PassManager.parse(_recording())
-        # Records of loops name the operands of a loop, which the verifier looks for
-        # among those of one of its edges (jaxlib 0.10.2).
-        passes.enable_verifier(False)
-        run_passes(blame, module, passes)
+        run_passes(blame, module, PassManager.parse(_recording()))
         self.main = ir.SymbolTable(module)["main"].operation
         self._shardings: dict[str, Sharding] = {}
         self._origins: dict[Place, dict[str, str]] = {}
