@@ -78,6 +78,8 @@ def _arguments_inside(op) -> Iterator[ir.Value]:
 
 def operands_of(op) -> list:
     """The values from outside that `op` uses, in its regions too."""
+    if not len(op.regions):
+        return list(op.operands)
     return [user.operands[i] for user, i in operand_places(op)]
 
 
