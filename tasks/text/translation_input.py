@@ -91,7 +91,8 @@ class TranslationInput(TokenInput):
       target_weights: float32, 1 where there is a label, else 0.
 
     Args:
-      files: the source of pairs.
+      files: the source of pairs; None where a model is only served, which needs no
+        more than the vocabulary.
       vocabulary: the vocabulary of sources and targets of all languages.
       source_length: S; pairs with more tokens are left out, and counted.
       target_length: T; likewise.
@@ -103,7 +104,7 @@ class TranslationInput(TokenInput):
       ValueError: a length or temperature out of range.
     """
 
-    files: ParallelFiles
+    files: ParallelFiles | None = None
     vocabulary: SentencePieceVocabulary
     source_length: int = bounded(at_least=2)
     target_length: int = bounded(at_least=2)
@@ -132,12 +133,31 @@ class TranslationInput(TokenInput):
         """
         if self.vocabulary.model_file:
             return _of_model(self.vocabulary)
-        return _vocabulary(self.files, self.vocabulary)
+        return _vocabulary(self.given_files(), self.vocabulary)
+
+    def given_files(self) -> ParallelFiles:
+        """The source of pairs.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if self.files is None:
+            raise ValueError(
+                "TranslationInput.files is not set: bind it to your text, such as "
+                "@TsvFiles() with TsvFiles.root; only a model that is served needs "
+                "none, and then SentencePieceVocabulary.model_file, or its model_dir "
+                "with the vocabulary of the training"
+            )
+        return self.files
 
     def rows(self, split: Split) -> PackedPairs:
         """The rows of a split, packed once in a process."""
         return _packed(
-            self.files, self.vocabulary, self.source_length, self.target_length, split
+            self.given_files(),
+            self.vocabulary,
+            self.source_length,
+            self.target_length,
+            split,
         )
 
     def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
@@ -195,7 +215,7 @@ class TranslationInput(TokenInput):
           global_batch: rows.
           max_batches: number of batches at most, their pairs spread evenly over all.
         """
-        pairs = self.files.pairs(Split.HELD_OUT)
+        pairs = self.given_files().pairs(Split.HELD_OUT)
         encoded = encode_pairs(self.trained_vocabulary(), pairs)
         fits = [i for i, e in enumerate(encoded) if len(e.source) <= self.source_length]
         if max_batches is not None and len(fits) > max_batches * global_batch:

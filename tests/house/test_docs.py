@@ -101,12 +101,15 @@ def test_command_builds(command, monkeypatch):
     unknown = {name for name, _ in words} - flags
     assert not unknown, f"no such flags, {sorted(unknown)}, in: {command}"
     values = [(name, value.strip("'")) for name, value in words]
-    if modules := [value for name, value in values if name == "import"]:
-        monkeypatch.chdir(ROOT / "docs" / "examples")
-        monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+    gin_files = [value for name, value in values if name == "gin_file"]
+    modules = [value for name, value in values if name == "import"]
+    examples = ROOT / "docs" / "examples"
+    if modules or any((examples / file).is_file() for file in gin_files):
+        monkeypatch.chdir(examples)
+        monkeypatch.syspath_prepend(examples)
         import_modules(modules)
     build_experiment(
-        [value for name, value in values if name == "gin_file"],
+        gin_files,
         [value for name, value in values if name == "gin_param"],
     )
 

@@ -256,3 +256,37 @@ def test_another_input_of_a_language_model_is_refused_with_those_that_fit(monkey
             "LanguageModel.text = @DatasetInput()",
             "DatasetInput.train = @my_tokens.train",
         )
+
+
+def pairs(monkeypatch, name):
+    """The task of an example on pairs of tokens."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    if name == "my_pairs":
+        import_modules([name])
+    files = [str(EXAMPLES / f"{name}.gin")]
+    return config.load_and_build(Experiment, files, [])[0].task
+
+
+def test_pairs_of_the_users_are_rows_of_an_encoder_decoder(monkeypatch):
+    task = pairs(monkeypatch, "my_pairs")
+    for batches in (
+        task.train_batches(0, global_batch=4, rows=range(4)),
+        task.eval_batches(global_batch=4, rows=range(4)),
+    ):
+        batch = next(iter(batches)).map(lambda t: t.numpy())
+        assert (batch.target_ids[:, 0] == 0).all()
+        np.testing.assert_array_equal(
+            batch.target_ids[:, 1:], batch.target_labels[:, :-1]
+        )
+        np.testing.assert_array_equal(
+            batch.source_ids[:, :20], batch.target_labels[:, 19::-1]
+        )
+        np.testing.assert_array_equal(batch.target_weights, batch.target_labels != 0)
+
+
+def test_what_serves_pairs_has_the_model_and_the_rows_of_the_training(monkeypatch):
+    trained, served = (pairs(monkeypatch, n) for n in ("my_pairs", "my_pairs_serve"))
+    assert served.weights() == trained.weights()
+    assert served.text.source_length == trained.text.source_length
+    assert served.text.target_length == trained.text.target_length
+    assert served.text.files is None and served.serving is not None

@@ -226,6 +226,24 @@ def test_pairs_of_tokens_have_no_vocabulary_to_translate_by(trained, tmp_path):
         export_saved_model(experiment, NestedMap(), tmp_path / "model")
 
 
+def test_only_a_model_that_is_served_needs_no_files(trained, capfd):
+    """The vocabulary is that of the folder of the training."""
+    flags = {"prompt": TEXTS[:1], "target_language": "de"}
+    assert call_main(trained, **flags) is None
+    with_files = capfd.readouterr().out
+    assert call_main(trained, "TranslationInput.files = None", **flags) is None
+    assert capfd.readouterr().out == with_files
+    task = trained.programs.experiment.task
+    task = dataclasses.replace(task, text=dataclasses.replace(task.text, files=None))
+    for refused in (
+        task.describe_data,
+        task.trained_files,
+        lambda: next(task.decoding.batches(global_batch=1)),
+    ):
+        with pytest.raises(ValueError, match="Input.files is not set: bind it to your"):
+            refused()
+
+
 def test_sources_of_a_vocabulary_without_tags_have_none(trained, tmp_path):
     """As T5's, whose end is 1."""
     file = tmp_path / "t5.model"
