@@ -230,9 +230,29 @@ def call(
             raise
         print(text, file=sys.stderr)
         return INTERRUPTED
-    except Exception:
+    except Exception as error:
+        text = _of_bucket(error)
+        if text and not TRACEBACK.value:
+            text = f"{name}: {printable(text)}\n(--traceback shows where)"
+            _leave_others(text, 1)
+            sys.exit(text)
         _leave_others(traceback.format_exc(), 1)
         raise
+
+
+def _of_bucket(error: Exception) -> str:
+    """What to tell of TensorFlow's error on a path in a bucket; "" of any other."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None or not isinstance(error, tensorflow.errors.OpError):
+        return ""
+    path = re.search(r"\b[a-z][a-z0-9]*://[^\s'\"]+", error.message)
+    if path is None:
+        return ""
+    return (
+        f"{path[0]} cannot be reached: check its name, the network, and the rights of "
+        "your credentials, or take a folder on a disk. TensorFlow: "
+        + " ".join(error.message.split())
+    )
 
 
 def _leave_others(text: str, status: int) -> None:

@@ -64,18 +64,22 @@ log = logging.getLogger("absl")
 
 
 def check_is_there(source: InitializeFrom) -> None:
-    """Checks that there is something at a checkpoint's path, whatever it is.
+    """Checks that there is a checkpoint at a path, of any kind; reads no arrays.
 
     Raises:
-      CheckpointError: there is nothing, and no TensorFlow checkpoint of that prefix;
-        or there is a checkpoint of T5X.
+      CheckpointError: there is nothing, nothing of that step, or a checkpoint of T5X.
     """
     path = os.path.expanduser(source.checkpoint)
-    if "://" not in path and not (tf_checkpoint(path) or os.path.exists(path)):
+    if tf_checkpoint(path):
+        return
+    if "://" not in path and not os.path.exists(path):
         raise CheckpointError(
             f"InitializeFrom.checkpoint is {path}, and nothing is there: name the "
             "folder or file of weights to start from"
         )
+    if not (is_keras_file(path) or is_safetensors(path)):
+        with _steps(path) as checkpoints:
+            checkpoints.existing(source.step)
 
 
 def weights_from(
@@ -277,12 +281,8 @@ class _Fitting:
             log_line(
                 "initialized %d others:%s", len(initialized), bullet_list(initialized)
             )
-        if self.unused:
-            log_line(
-                "not used, %d of its arrays:%s",
-                len(self.unused),
-                bullet_list(self.unused),
-            )
+        if unused := self.unused:
+            log_line("not used, %d of its arrays:%s", len(unused), bullet_list(unused))
 
     def _match(self, saved: Mapping[str, ArraySpec]) -> list[str]:
         """Fills `pieces` and `unused`; returns the errors of rules and patterns."""
@@ -371,11 +371,8 @@ class _Fitting:
 
     def _holds_all_values(self, dtype: str, wanted: str) -> bool:
         """Whether a weight of dtype `wanted` can have all values of another's."""
-        if dtype == wanted:
-            return True
-        floats = ("float16", "bfloat16", "float32")
-        both = dtype in floats and wanted in floats
-        return self._known.widens and both and wanted == "float32"
+        is_narrow = self._known.widens and dtype in ("float16", "bfloat16")
+        return dtype == wanted or (is_narrow and wanted == "float32")
 
     def _none(self, path: str) -> Set[tuple[int, ...]]:
         return self._known.none.get(path, frozenset())
@@ -420,9 +417,6 @@ def _read(
             "you want by its prefix",
         )
         return read_tf_checkpoint(prefix, fitting.fit)
-    folder = epath.Path(path)
-    if (folder / "checkpoints").exists():
-        folder = folder / "checkpoints"
 
     def choose(step: int, saved: dict[str, ArraySpec]) -> NestedMap:
         del step
@@ -435,9 +429,15 @@ def _read(
             chosen.set_path(f"{prefix}{path}", array)
         return chosen
 
-    with Checkpoints(folder, access=Access.READ) as checkpoints:
+    with _steps(path) as checkpoints:
         state = checkpoints.restore_part(source.step, choose)
     return dict(state[source.part].items_by_path())
+
+
+def _steps(path: str) -> Checkpoints:
+    """The checkpoints of a run, or in a folder of some."""
+    folder = epath.Path(path) / "checkpoints"
+    return Checkpoints(folder if folder.exists() else path, access=Access.READ)
 
 
 def _check_has_no_steps(source: InitializeFrom, why: str) -> None:

@@ -13,6 +13,11 @@ from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 
 # tf.train.Checkpoint puts this behind the path of every variable.
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_T5X_STEP, _MOST_NAMED = "checkpoint_", 5
+_T5X_REMEDY = (
+    "which is not read: convert it to safetensors, with the names of Hugging Face's "
+    "Transformers, and say by InitializeFrom.rules which weights they are here"
+)
 
 
 def tf_checkpoint(path: str) -> str | None:
@@ -21,9 +26,10 @@ def tf_checkpoint(path: str) -> str | None:
     The path is a prefix, a folder of some, or a SavedModel, whose variables are one.
 
     Raises:
-      CheckpointError: there is a checkpoint of T5X.
+      CheckpointError: there is a checkpoint of T5X, or a folder of some.
     """
-    _check_is_not_t5x(path)
+    if _is_t5x(path):
+        raise CheckpointError(f"{path} is a checkpoint of T5X, {_T5X_REMEDY}")
     variables = os.path.join(path, "variables", "variables")
     for prefix in (path, tf.train.latest_checkpoint(path), variables):
         # Format V1, written by old savers, is a single file of that name.
@@ -32,6 +38,13 @@ def tf_checkpoint(path: str) -> str | None:
             or (tf.io.gfile.exists(prefix) and not tf.io.gfile.isdir(prefix))
         ):
             return prefix
+    names = tf.io.gfile.listdir(path) if tf.io.gfile.isdir(path) else []
+    steps = sorted(name.rstrip("/") for name in names if name.startswith(_T5X_STEP))
+    if steps := [name for name in steps if _is_t5x(os.path.join(path, name))]:
+        named = ", ".join(steps[:_MOST_NAMED]) + ", ..." * (len(steps) > _MOST_NAMED)
+        raise CheckpointError(
+            f"{path} is a folder of checkpoints of T5X ({named}), each of {_T5X_REMEDY}"
+        )
     return None
 
 
@@ -69,17 +82,12 @@ def read_tf_checkpoint(
         raise _unreadable(prefix, error) from error
 
 
-def _check_is_not_t5x(path: str) -> None:
+def _is_t5x(path: str) -> bool:
     file = os.path.join(path, "checkpoint")
     if not tf.io.gfile.exists(file) or tf.io.gfile.isdir(file):
-        return
+        return False
     with tf.io.gfile.GFile(file, "rb") as opened:
-        if opened.read(1) >= b"\x80":  # T5X's is in msgpack, TensorFlow's is text.
-            raise CheckpointError(
-                f"{path} is a checkpoint of T5X, which is not read: convert it to "
-                "safetensors, with the names of Hugging Face's Transformers, and say "
-                "by InitializeFrom.rules which weights they are here"
-            )
+        return opened.read(1) >= b"\x80"  # T5X's is in msgpack, TensorFlow's is text.
 
 
 def _unreadable(prefix: str, error: Exception) -> CheckpointError:

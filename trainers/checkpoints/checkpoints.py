@@ -475,12 +475,11 @@ class Checkpoints:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             if self._local:
-                with tempfile.TemporaryFile(dir=self._directory):
-                    pass
+                tempfile.TemporaryFile(dir=self._directory).close()
         except OSError as error:
             raise CheckpointError(
-                f"cannot write checkpoints to {self._directory} ({error}): choose "
-                "another directory or make it writable"
+                f"cannot write checkpoints to {self._directory} ({brief(error)}): "
+                "choose another directory or make it writable"
             ) from error
 
     @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 from absl import flags
 
@@ -76,3 +78,21 @@ def writable(folder: pathlib.Path) -> str:
             return ""
     except OSError as error:
         return (error.strerror or str(error)).lower()
+
+
+@contextlib.contextmanager
+def leaving_none_empty(path: str) -> Iterator[None]:
+    """A context in which a folder may be made: at the end it is gone if it is empty.
+
+    So are folders above it that were not there before. A folder that is not on a disk,
+    such as `gs://...`, is not looked at.
+    """
+    folder = pathlib.Path(path).expanduser().absolute()
+    folders = [] if "://" in path else [folder, *folder.parents]
+    made = [each for each in folders if not each.exists()]
+    try:
+        yield
+    finally:
+        for each in made:
+            with contextlib.suppress(OSError):  # It is not empty, or was never made.
+                each.rmdir()

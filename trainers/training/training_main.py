@@ -31,7 +31,7 @@ from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError, Peers
-from meshwright.trainers.startup import compile_cache, train_flags
+from meshwright.trainers.startup import compile_cache, files, train_flags
 from meshwright.trainers.training import evaluation, loop
 from meshwright.trainers.training.start_notes import (
     start_notes,
@@ -115,7 +115,8 @@ def _train_or_evaluate(
             print("Held-out:", evaluation.format_metrics(metrics))
             return None
         start = time.time()
-        result = loop.train_and_evaluate(programs, run, peers, _leave)
+        with files.leaving_none_empty(run.checkpoint_dir):  # What is refused.
+            result = loop.train_and_evaluate(programs, run, peers, _leave)
         _print_result(experiment.task, result, time.time() - start)
     is_done = result.stop is None or result.step >= experiment.num_steps
     if is_done and result.stop != signal.SIGINT:

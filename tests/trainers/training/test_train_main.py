@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import tensorflow as tf
 
 from meshwright.framework.compiler.program import TracedProgram
 from meshwright.tasks.text.language_model import LanguageModel
@@ -146,8 +147,48 @@ def test_weights_to_start_from_that_are_not_there(tmp_path, monkeypatch):
         (tmp_path / "gone").mkdir()
         (tmp_path / "gone/checkpoint").write_bytes(b"\x81\xa7version\x03")
         of_t5x = error_of(tmp_path / "run", *start)
+        (tmp_path / "gone").rename(tmp_path / "checkpoint_30")
+        start[1] = f"InitializeFrom.checkpoint = '{tmp_path}'"
+        above = error_of(tmp_path / "run", *start)
+        (tmp_path / "empty").mkdir()
+        start[1] = f"InitializeFrom.checkpoint = '{tmp_path}/empty'"
+        empty = error_of(tmp_path / "run", *start)
+    assert (
+        f"{tmp_path} is a folder of checkpoints of T5X (checkpoint_30), each" in above
+    )
+    assert f"there is no checkpoint in {tmp_path}/empty: name the folder of" in empty
     assert f"checkpoint is {tmp_path}/gone, and nothing is there: name the" in error
     assert f"{tmp_path}/gone is a checkpoint of T5X, which is not read" in of_t5x
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path, monkeypatch):
+    """Nor folders above it that were made for it."""
+
+    def refuse(programs):
+        assert (tmp_path / "new/run/checkpoints").is_dir()
+        raise ValueError("the model is refused")
+
+    monkeypatch.setattr(training_main.loop, "trace", refuse)
+    assert "the model is refused" in error_of(tmp_path / "new/run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_that_cannot_be_reached_is_a_line_with_a_remedy(tmp_path, monkeypatch):
+    where = "when reading metadata of gs://none/run/checkpoint"
+
+    def exists(path):
+        raise tf.errors.FailedPreconditionError(None, None, f"no host\n\t {where}")
+
+    monkeypatch.setattr(tf.io.gfile, "exists", exists)
+    start = "Experiment.initialize_from = @InitializeFrom()"
+    source = "InitializeFrom.checkpoint = 'gs://none/run'"
+    error = error_of(tmp_path / "run", start, source)
+    message = (
+        "gs://none/run/checkpoint cannot be reached: check its name, the network, "
+    )
+    assert f"{message}and the rights" in error and f"no host {where}\n" in error
+    with pytest.raises(tf.errors.FailedPreconditionError):
+        call_main(tmp_path / "run", start, source, traceback="true")
 
 
 def test_traceback_on_demand(tmp_path):
