@@ -175,8 +175,8 @@ def build_experiment(
         logging.warning("%s", text)
     if unused:
         logging.info(
-            "no effect, as later bindings replace what they are for (harmless; those "
-            "of your own files can go): %s",
+            "no effect, as later bindings of the same file, or of the command line, "
+            "replace what they are for; they can go: %s",
             ", ".join(unused),
         )
     return experiment, config.operative_text()

@@ -49,8 +49,9 @@ _MOST_REFERENCES = 10_000
 _MOST_FILES = 1000
 _T = TypeVar("_T")
 
-# Keys of bindings that a later binding put out of use on purpose: see `load`.
-_set_aside: set[tuple[str, str, str]] = set()
+# Keys of bindings that a later binding put out of use on purpose, see `load`; and
+# whether it was one of the same file, where they can go.
+_set_aside: dict[tuple[str, str, str], bool] = {}
 # The bindings that a file undoes, as text: see `undone`.
 _undone: list[str] = []
 
@@ -195,7 +196,7 @@ def build(cls: type[_T]) -> _T:
 def load_and_build(
     cls: type[_T], gin_files: Sequence[str], gin_params: Sequence[str]
 ) -> tuple[_T, list[str]]:
-    """The `cls` of files and bindings, and the names of those that others replace.
+    """The `cls` of files and bindings, and the names of those that can go.
 
     Raises:
       ConfigError: see `load`, `build` and `check_all_operative`.
@@ -211,14 +212,16 @@ def check_all_operative() -> list[str]:
     its macro is evaluated for such a call.
 
     Returns:
-      The names of bindings without effect that were set aside, see `load`.
+      The names of bindings without effect that were set aside, see `load`, by another
+      of the same file, or both of the command line. Of an included file they are
+      defaults, which it is usual to replace.
 
     Raises:
       ConfigError: another binding has no effect; the message says why, and the remedy.
     """
     unused = [bound for bound in bindings() if _why_inoperative(bound)]
     _refuse([bound for bound in unused if bound.key not in _set_aside])
-    return [key_text(bound.key) for bound in unused]
+    return [key_text(bound.key) for bound in unused if _set_aside[bound.key]]
 
 
 def bound_parameters(name: str) -> set[str]:
@@ -357,10 +360,10 @@ def _noting_replaced_classes(places: Places) -> Iterator[None]:
         before = {binding.key: binding for binding in bindings()}
         bind(key, value)
         places.note(key, value)
-        _set_aside.discard(key)
+        _set_aside.pop(key, None)
         if key in before:
             replaced = references(before[key].value) - references(value)
-            _put_aside(replaced, before.values())
+            _put_aside(replaced, before.values(), places)
 
     with (
         in_place(gin.config, "bind_parameter", bind_and_note),
@@ -369,7 +372,9 @@ def _noting_replaced_classes(places: Places) -> Iterator[None]:
         yield
 
 
-def _put_aside(replaced: set[tuple[str, str]], known: Collection[Binding]) -> None:
+def _put_aside(
+    replaced: set[tuple[str, str]], known: Collection[Binding], places: Places
+) -> None:
     """Sets aside those of `known` that serve replaced references, directly or not."""
     while replaced:
         scope, selector = replaced.pop()
@@ -377,7 +382,7 @@ def _put_aside(replaced: set[tuple[str, str]], known: Collection[Binding]) -> No
             # A macro is named by its scope; a class may be bound in any.
             same = selector != MACRO or "/".join(binding.scope) == scope
             if binding.selector == selector and same and binding.key not in _set_aside:
-                _set_aside.add(binding.key)
+                _set_aside[binding.key] = places.is_bound_here(binding.key)
                 replaced |= references(binding.value)
 
 

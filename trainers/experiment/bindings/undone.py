@@ -85,6 +85,13 @@ class Places:
         """The file of the statement that gin is at; None if it is in none."""
         return (self._open[-1].filename or None) if self._open else None
 
+    def is_bound_here(self, key: Key) -> bool:
+        """Whether a binding is of the file of the statement that gin is at.
+
+        All of the command line is as of one file.
+        """
+        return (self._history[key][-1].file or None) == self.file
+
     @property
     def undone(self) -> list[Undone]:
         """The bindings that are undone, and that nothing has set since."""
