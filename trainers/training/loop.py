@@ -164,6 +164,7 @@ def evaluate_latest(
     with Checkpoints(run.checkpoint_dir, access=Access.READ, **how) as checkpoints:
         abstract = TrainState.abstract(programs)
         state = TrainState(programs, checkpoints.restore(None, abstract))
+        warn_of_other_rows(programs.experiment.task, checkpoints.metadata(state.step))
     log_line("evaluating step %d", state.step)
     with stop_on_signals(peers) as stop:
         evaluation = evaluate(programs, state, stop, run.predictions_dir(state.step))
@@ -395,10 +396,10 @@ class _Loop:
         # Restores an earlier step if that step is damaged.
         state = TrainState(self.programs, self.checkpoints.restore(None, abstract))
         metadata = self.checkpoints.metadata(state.step)
-        note_changes(state.step, metadata, self.fingerprint, self.run.config)
-        warn_of_other_rows(self.experiment.task, metadata)
+        task = self.experiment.task
+        note_changes(state.step, metadata, self.fingerprint, self.run.config, task)
         self.history = History.of(metadata)
-        if self.experiment.task.input.resume is Resume.STATE:
+        if task.input.resume is Resume.STATE:
             self.saved_input = self.checkpoints.input_state(state.step)
         return state
 
@@ -474,8 +475,7 @@ class _Loop:
             self._evaluate(step, state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        done = self.evaluated_step == step
-        if done or not self.run.evaluate or self.stop.reached():
+        if self.evaluated_step == step or not self.run.evaluate or self.stop.reached():
             return
         folder = self.run.predictions_dir(step)
         evaluation = evaluate(self.programs, state, self.stop, folder)

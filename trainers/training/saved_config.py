@@ -22,6 +22,10 @@ log = logging.getLogger("absl")
 
 _MOST_SHOWN = 10
 _ROWS = "rows"
+_SET_ROWS = (
+    "set them, such as by the macros SOURCE_LENGTH, TARGET_LENGTH or SEQUENCE_LENGTH, "
+    "to those of the training, unless the model is meant to read others"
+)
 
 
 def hyperparameters(text: str) -> dict[str, bool | float | str]:
@@ -49,48 +53,63 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def note_changes(
-    step: int, saved: Mapping[str, Any], batches: Mapping[str, Any], config: str
+    step: int,
+    saved: Mapping[str, Any],
+    batches: Mapping[str, Any],
+    config: str,
+    task: Task,
 ) -> None:
-    """Logs what has changed since a checkpoint was saved.
+    """Logs, in one message, what has changed since a checkpoint was saved.
 
     Args:
       step: the checkpoint's.
       saved: the metadata of the checkpoint.
       batches: what the order of training batches depends on, now.
       config: the operative configuration now; "" if it is not known.
+      task: what is trained now.
 
     Raises:
       ValueError: a pipeline has another number of rounds, and so its layers another
         order in weights of the same shape.
     """
+    notes = []
+    if rows := _other_rows(task, saved):
+        notes.append(f"rows (trained -> now: {rows}): {_SET_ROWS}")
     known = saved.get("batches")
     known = known if isinstance(known, Mapping) else {}
     if changed := [k for k, v in batches.items() if known.get(k) != v]:
-        log.warning(
-            "the training data is not what checkpoint step %d was trained on (%s "
-            "changed): examples now come in another order",
-            step,
-            ", ".join(changed),
+        notes.append(
+            f"training data ({', '.join(changed)}): examples now come in another order"
         )
-    if not config or not saved.get("config"):
-        return  # Not built by gin.
+    log_notes = log.warning if notes else log_line
+    if changed := _changes_of_config(step, saved.get("config"), config):
+        notes.append(f"configuration ({changed})")
+    if notes:
+        log_notes("changed since checkpoint step %d: %s", step, "; ".join(notes))
+
+
+def _changes_of_config(step: int, before: Any, now: str) -> str:
+    """The differences of two configurations; "" if there are none, or none are known.
+
+    Raises:
+      ValueError: as `note_changes`.
+    """
+    if not now or not before:
+        return ""  # Not built by gin.
     try:
-        before, now = parameters(saved["config"]), parameters(config)
-        changed = _differences(before, now)
+        old, new = parameters(before), parameters(now)
+        changed = _differences(old, new)
     except (ValueError, TypeError):
         log.warning("the configuration in checkpoint step %d cannot be read", step)
-        return
-    for name in sorted(before.keys() & now.keys()):
-        if is_rounds_of_pipeline(name) and before[name] != now[name]:
+        return ""
+    for name in sorted(old.keys() & new.keys()):
+        if is_rounds_of_pipeline(name) and old[name] != new[name]:
             raise ValueError(
-                f"{name} is {now[name]}, but checkpoint step {step} was saved with "
-                f"{before[name]}, by which its layers are in another order: set it to "
-                f"{before[name]}, or start anew in another model_dir"
+                f"{name} is {new[name]}, but checkpoint step {step} was saved with "
+                f"{old[name]}, by which its layers are in another order: set it to "
+                f"{old[name]}, or start anew in another model_dir"
             )
-    if changed:
-        log_line(
-            "the configuration differs from checkpoint step %d's: %s", step, changed
-        )
+    return changed
 
 
 def row_shapes(task: Task) -> dict[str, dict[str, list[int]]]:
@@ -110,20 +129,24 @@ def warn_of_other_rows(task: Task, saved: Mapping[str, Any]) -> None:
       task: of the configuration that is to use the weights.
       saved: the metadata of their checkpoint, which may have no shapes.
     """
+    if rows := _other_rows(task, saved):
+        log.warning(
+            "the weights were trained on rows of other lengths or sizes than this "
+            "configuration's (trained -> now: %s): %s",
+            rows,
+            _SET_ROWS,
+        )
+
+
+def _other_rows(task: Task, saved: Mapping[str, Any]) -> str:
+    """How the rows that weights were trained on differ from the task's; or ""."""
     before, now = saved.get(_ROWS), row_shapes(task)[_ROWS]
     before = before if isinstance(before, Mapping) else {}
     differ = collections.defaultdict(list)
     for path, shape in now.items():
         if before.get(path, shape) != shape:
             differ[f"{before[path]} -> {shape}"].append(path)
-    if differ:
-        log.warning(
-            "the weights were trained on rows of other lengths or sizes than this "
-            "configuration's (trained -> now: %s): set them, such as by the macros "
-            "SOURCE_LENGTH, TARGET_LENGTH or SEQUENCE_LENGTH, to those of the "
-            "training, unless the model is meant to read others",
-            "; ".join(f"{_first_of(paths)} {how}" for how, paths in differ.items()),
-        )
+    return "; ".join(f"{_first_of(paths)} {how}" for how, paths in differ.items())
 
 
 def _first_of(paths: Sequence[str]) -> str:

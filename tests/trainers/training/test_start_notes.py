@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+import shutil
 
 import pytest
 
@@ -146,10 +147,10 @@ def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog)
     for config in (CONFIG, CONFIG, CONFIG.replace("0.004", "0.01")):
         run = loop.Run(model_dir=str(tmp_path), config=config, evaluate=False)
         loop.train_and_evaluate(programs, run)
-    (line,) = [r.getMessage() for r in caplog.records if "differs" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "changed" in r.getMessage()]
     assert line == (
-        "the configuration differs from checkpoint step 5's: "
-        "x/CosineSchedule.start_value: 0.004 -> 0.01"
+        "changed since checkpoint step 5: configuration (x/CosineSchedule.start_value: "
+        "0.004 -> 0.01)"
     )
 
 
@@ -168,14 +169,35 @@ def test_rows_of_other_lengths_than_in_training_are_said(tmp_path, caplog):
     rest = f"{len(saved['rows']) - 1} more"
     how = f"[7] -> [{task.text.sequence_length}]"
     assert f"(trained -> now: ids and {rest} {how}): set" in caplog.text
+    caplog.clear()
+    note_changes(
+        5, {**saved, "config": CONFIG}, {"A.seed": 1}, f"{CONFIG}A.b = 1", task
+    )
+    (line,) = caplog.messages  # One line for one change, whatever it shows in.
+    assert re.fullmatch(
+        r"changed since checkpoint step 5: rows \(trained -> now: ids and .* others; "
+        r"training data \(A.seed\): .* another order; configuration \(A.b: .*\)",
+        line,
+    )
+
+
+def test_an_evaluation_says_that_its_rows_have_other_lengths(
+    straight, tmp_path, caplog
+):
+    run = loop.Run(model_dir=str(shutil.copytree(straight()[1], tmp_path / "run")))
+    loop.evaluate_latest(small_programs(), run)
+    assert "other lengths" not in caplog.text
+    loop.evaluate_latest(small_programs("SEQUENCE_LENGTH = 16"), run)
+    assert "trained on rows of other lengths" in caplog.text
 
 
 def test_a_pipeline_of_other_rounds_does_not_go_on():
     saved = {"config": "lm/Pipeline.num_repeats = 2\n"}
-    note_changes(5, saved, {}, saved["config"])
+    task = small_programs().experiment.task
+    note_changes(5, saved, {}, saved["config"], task)
     message = "lm/Pipeline.num_repeats is 4, but checkpoint step 5 was saved with 2, by"
     with pytest.raises(ValueError, match=message):
-        note_changes(5, saved, {}, "lm/Pipeline.num_repeats = 4\n")
+        note_changes(5, saved, {}, "lm/Pipeline.num_repeats = 4\n", task)
 
 
 def test_tracing_is_announced_and_timed(caplog):
