@@ -14,10 +14,8 @@ from absl import logging
 _MOST_CHARACTERS = 5000
 _WIDTH = 80
 _SCREEN = {"ncols": _WIDTH, "nrows": 24}
-_LIVE = (
-    "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
-    "[{elapsed}<{remaining}{postfix}]"
-)
+# All of a long training's numbers are to fit on a screen: there is no percentage.
+_LIVE = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go{postfix}"
 
 

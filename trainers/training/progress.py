@@ -9,6 +9,7 @@ import logging
 import time
 
 import numpy as np
+import tqdm
 
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.devices.hardware import peak_flops
@@ -91,9 +92,12 @@ class Progress(contextlib.AbstractContextManager):
         """A context for doing something else, when no call is in flight."""
         self._bar.set_description_str(doing, refresh=is_live())
         self._watchdog.rest()
+        before = time.perf_counter()
         yield
         self._bar.set_description_str("training", refresh=is_live())
         self._clock = time.perf_counter()
+        if not self._bar.disable:  # The time to go is that of steps.
+            self._bar.last_print_t += self._clock - before
         self._watchdog.resume()
 
     def _start_window(self) -> None:
@@ -114,11 +118,11 @@ class Progress(contextlib.AbstractContextManager):
         self._watchdog.ended(call.last_step, self._clock - before)
         seconds = self._seconds / self._steps
         rate = experiment.task.tokens(experiment.global_batch) / seconds
-        extras = experiment.task.loss_extras
-        name = f"loss with {extras}" if extras else "loss"
+        # The log says at the start what the training loss has that others have not.
+        name = "training loss" if experiment.task.loss_extras else "loss"
         self._bar.set_postfix_str(
             f"{name}={number_text(metrics.loss[-1])}, "
-            f"{experiment.task.token_name}/s={rate:,.0f}",
+            f"{tqdm.tqdm.format_sizeof(rate)} {experiment.task.token_name}/s",
             refresh=False,
         )
         self._bar.update(steps)

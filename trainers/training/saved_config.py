@@ -23,8 +23,8 @@ log = logging.getLogger("absl")
 _MOST_SHOWN = 10
 _ROWS = "rows"
 _SET_ROWS = (
-    "set them, such as by the macros SOURCE_LENGTH, TARGET_LENGTH or SEQUENCE_LENGTH, "
-    "to those of the training, unless the model is meant to read others"
+    "set SOURCE_LENGTH, TARGET_LENGTH, SEQUENCE_LENGTH or the like to those of the\n"
+    "  training, unless the model is meant to read others"
 )
 
 
@@ -85,7 +85,8 @@ def note_changes(
     if changed := _changes_of_config(step, saved.get("config"), config):
         notes.append(f"configuration ({changed})")
     if notes:
-        log_notes("changed since checkpoint step %d: %s", step, "; ".join(notes))
+        lines = "".join(f"\n  {note}" for note in notes)
+        log_notes("changed since checkpoint step %d:%s", step, lines)
 
 
 def _changes_of_config(step: int, before: Any, now: str) -> str:
@@ -131,8 +132,8 @@ def warn_of_other_rows(task: Task, saved: Mapping[str, Any]) -> None:
     """
     if rows := _other_rows(task, saved):
         log.warning(
-            "the weights were trained on rows of other lengths or sizes than this "
-            "configuration's (trained -> now: %s): %s",
+            "the weights were trained on rows of other lengths or sizes\n"
+            "  (trained -> now: %s):\n  %s",
             rows,
             _SET_ROWS,
         )

@@ -36,10 +36,7 @@ def start_notes(programs: StepPrograms) -> list[str]:
         )
     experiment = programs.experiment
     if extras := experiment.task.loss_extras:
-        notes.append(
-            f"the training loss that is shown includes {extras}; the held-out loss "
-            "does not"
-        )
+        notes.append(f"the training loss is with {extras}, the held-out loss without")
     for name, end in _ends(experiment.optimizer):
         if end > experiment.num_steps:
             notes.append(
@@ -71,10 +68,7 @@ def trace(programs: StepPrograms) -> None:
       ValueError: the plan has a misspelt dim, see `StepPrograms.check_dims_of_plan`.
     """
     programs.check_dims_of_plan()
-    log_line(
-        "tracing the training program: Python runs the model, which takes seconds, or "
-        "minutes if many of its layers differ"
-    )
+    log_line("tracing the training program: Python runs it, perhaps for minutes")
     start = time.perf_counter()
     programs.traced_main  # noqa: B018
     log_line("traced in %.0f s", time.perf_counter() - start)

@@ -157,10 +157,9 @@ def _print_result(task: Task, result: loop.TrainResult, seconds: float) -> None:
     print(_how_it_ended(result, seconds))
     if result.step in result.losses:
         loss = number_text(result.losses[result.step])
-        extras = ""
+        print(f"Training loss: {loss} {task.loss_unit}".rstrip())
         if task.loss_extras:
-            extras = f", with {task.loss_extras}, which TensorBoard's loss is without"
-        print(f"Training loss: {f'{loss} {task.loss_unit}'.rstrip()}{extras}")
+            print(f"  with {task.loss_extras}; TensorBoard's is without")
     if result.evaluation and result.stop is None:
         print("Held-out:", evaluation.format_metrics(result.evaluation))
     model_dir = train_flags.MODEL_DIR.value

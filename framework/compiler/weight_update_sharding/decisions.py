@@ -80,7 +80,7 @@ class UpdateReport:
         return {"xla_all_gather_latency_bound_threshold_in_bytes": self.batch_bytes}
 
     def summary(self) -> str:
-        """The report in one line."""
+        """The report in short, in a line or two."""
         axes = ", ".join(self.data_axes)
         kept = bytes_text(sum(line.state_saved_bytes for line in self.sharded))
         what = f"weight-update sharding ({self.mode}):"
@@ -92,8 +92,8 @@ class UpdateReport:
         if not self.sharded:
             largest = max(self.lines, key=lambda line: math.prod(line.shape))
             return (
-                f"{what} not used; each device along {axes} makes all {count} updates. "
-                f"For the largest, {largest.names[0]}: {largest.why}"
+                f"{what} not used; each device along {axes} makes all {count} updates\n"
+                f"  for the largest, {largest.names[0]}: {largest.why}"
             )
         return (
             f"{what} {len(self.sharded)} of {count} updates repeated along {axes}, "

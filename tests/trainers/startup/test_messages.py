@@ -77,5 +77,5 @@ def test_on_a_terminal_there_is_a_bar(size, monkeypatch, caplog, capfd):
     caplog.set_level("INFO", logger="absl")
     with messages.progress_bar(100, "training") as bar:
         bar.update(100)
-    assert "training 100%|" in capfd.readouterr().err
+    assert "training |" in capfd.readouterr().err
     assert not caplog.records

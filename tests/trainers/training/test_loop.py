@@ -295,7 +295,9 @@ def only_restored(straight, folder, *params):
 )
 def test_changed_training_data_is_warned_of(straight, tmp_path, caplog, param, changed):
     only_restored(straight, tmp_path, param)
-    message = rf"since checkpoint step 20: .*training data \({changed}\): examples now "
+    message = (
+        rf"(?s)since checkpoint step 20:\n.*training data \({changed}\): examples now "
+    )
     assert re.search(f"{message}come in another order", caplog.text)
 
 

@@ -149,8 +149,8 @@ def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog)
         loop.train_and_evaluate(programs, run)
     (line,) = [r.getMessage() for r in caplog.records if "changed" in r.getMessage()]
     assert line == (
-        "changed since checkpoint step 5: configuration (x/CosineSchedule.start_value: "
-        "0.004 -> 0.01)"
+        "changed since checkpoint step 5:\n  configuration "
+        "(x/CosineSchedule.start_value: 0.004 -> 0.01)"
     )
 
 
@@ -168,16 +168,16 @@ def test_rows_of_other_lengths_than_in_training_are_said(tmp_path, caplog):
     warn_of_other_rows(task, saved)
     rest = f"{len(saved['rows']) - 1} more"
     how = f"[7] -> [{task.text.sequence_length}]"
-    assert f"(trained -> now: ids and {rest} {how}): set" in caplog.text
+    assert f"(trained -> now: ids and {rest} {how}):\n  set" in caplog.text
     caplog.clear()
     note_changes(
         5, {**saved, "config": CONFIG}, {"A.seed": 1}, f"{CONFIG}A.b = 1", task
     )
-    (line,) = caplog.messages  # One line for one change, whatever it shows in.
+    (text,) = caplog.messages  # One message for one change, whatever it shows in.
     assert re.fullmatch(
-        r"changed since checkpoint step 5: rows \(trained -> now: ids and .* others; "
-        r"training data \(A.seed\): .* another order; configuration \(A.b: .*\)",
-        line,
+        r"changed since checkpoint step 5:\n  rows \(trained -> now: ids .*\n.*others"
+        r"\n  training data \(A.seed\): .* another order\n  configuration \(A.b: .*\)",
+        text,
     )
 
 
@@ -204,7 +204,7 @@ def test_tracing_is_announced_and_timed(caplog):
     caplog.set_level(logging.INFO, logger="absl")
     trace(small_programs())
     first, last = caplog.messages
-    assert first.startswith("tracing the training program: Python runs the model")
+    assert first.startswith("tracing the training program: Python runs it")
     assert re.fullmatch(r"traced in \d+ s", last)
 
 
@@ -217,6 +217,6 @@ def test_what_only_the_training_loss_has_is_said():
     experiment = dataclasses.replace(programs.experiment, task=task)
     (note,) = start_notes(StepPrograms(experiment))
     assert note == (
-        "the training loss that is shown includes label smoothing (0.1) and z-loss "
-        "(0.0001); the held-out loss does not"
+        "the training loss is with label smoothing (0.1) and z-loss (0.0001), the "
+        "held-out loss without"
     )
