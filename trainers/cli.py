@@ -19,7 +19,7 @@ from absl import app, flags, logging
 
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings import gin_check
-from meshwright.trainers.experiment.bindings.of_t5x import of_flag
+from meshwright.trainers.experiment.bindings.of_t5x import of_flag, of_value
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.startup import quiet
 from meshwright.trainers.startup.messages import LogFormat, printable
@@ -139,6 +139,9 @@ def _flag_error(error: flags.Error) -> str:
         return (
             f"Unknown command line flag {error.flagname!r}\n  {hint}" if hint else text
         )
+    if match := re.match(r"flag --(\w+)=(\w+): value should be one of", text):
+        hint = of_value(match[1], match[2])
+        return f"{text}\n  {hint}" if hint else text
     match = re.match(
         r"flag --(\w+)=(.*): (invalid literal|could not convert)", text, re.DOTALL
     )

@@ -29,7 +29,11 @@ from meshwright.trainers.experiment.bindings.gin_messages import (
     short_name,
     split_scope,
 )
-from meshwright.trainers.experiment.bindings.of_t5x import of_macro
+from meshwright.trainers.experiment.bindings.of_t5x import (
+    PAGE,
+    of_macro,
+    of_package,
+)
 from meshwright.trainers.experiment.bindings.outside_names import (
     KERAS,
     register_keras,
@@ -94,7 +98,11 @@ def find_gin_file(
     looked = dict.fromkeys(str(root.absolute()) for root in roots)
     raise ConfigError(
         f"no gin file {path!r}, neither from {' nor from '.join(looked)}"
-        + (_beside(roots[:-1], names[-1]) or did_you_mean(names[-1], shipped))
+        + (
+            _beside(roots[:-1], names[-1])
+            or of_package(path)
+            or did_you_mean(names[-1], shipped)
+        )
     )
 
 
@@ -399,7 +407,8 @@ def _checking_imports() -> Iterator[None]:
         if package == "__gin__":
             raise ConfigError(
                 f"`{statement.format()}` would let a gin file call any function: take "
-                "it out, and register your classes by @gin.register"
+                "it out, and register your classes by @gin.register, or give "
+                f"--import=my_module\n  {PAGE} says more of T5X's gin files."
             )
         if package in sys.stdlib_module_names:
             raise ConfigError(

@@ -442,7 +442,6 @@ def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
     )
     config.load(["mine"])
     assert config.build(Outer).first == Twin()
-    # Not Inner.width, a default of the included file.
     assert sorted(config.check_all_operative()) == ["DEPTH", "Inner.depth"]
     # What is bound when the class is out of use, or comes back into it, must work.
     config.load(["mine"], ["Inner.depth = 5"])
@@ -452,8 +451,7 @@ def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
     config.load(["mine"], ["Outer.first = @Inner()", "Inner.depth = 5"])
     assert config.build(Outer).first == Inner(width=64, depth=5)
     assert config.check_all_operative() == ["DEPTH"]
-    given = ["Outer.first = @Inner()", "Inner.depth = 5", "Outer.first = @one.Twin()"]
-    config.load(["lm/big"], given)
+    config.load(["lm/big"], ["Inner.depth = 5", "Outer.first = @one.Twin()"])
     config.build(Outer)
     assert config.check_all_operative() == ["Inner.depth"]
 

@@ -103,7 +103,22 @@ def test_help_needs_no_tensorflow(name):
         (
             "train",
             ["--gin.MIXTURE_OR_TASK_NAME='c4'"],
-            "'gin.MIXTURE_OR_TASK_NAME'\n  T5X's MIXTURE_OR_TASK_NAME is of seqio",
+            "T5X's MIXTURE_OR_TASK_NAME is of seqio: .*Translation.text = @PairDataset",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--mode=infer"],
+            "one of <train|eval|train_and_eval>\n  Here it is meshwright-generate, of",
+        ),
+        (
+            "train",
+            ["--gin_file=t5x/examples/t5/base.gin", "--model_dir=x"],
+            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md says what st",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=include 't5x/examples/base.gin'"],
+            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md says what st",
         ),
         (
             "train",
@@ -249,6 +264,29 @@ def test_a_file_that_imports_is_left_to_the_real_check(tmp_path):
     assert done.returncode == 1
     assert "No module named 'my_missing'" in done.stderr
     assert done.stdout == "imported: jax numpy tensorflow\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "from __gin__ import dynamic_registration",
+            "take it out, .*praxis.md says mo",
+        ),
+        (
+            "import t5x.models",
+            "No module named 't5x'.*praxis.md says what",
+        ),
+        (
+            "from seqio import vocabularies",
+            "No module named 'seqio'.*praxis.md says what",
+        ),
+    ],
+)
+def test_what_files_of_t5x_import_is_told_where_it_is_explained(line, message):
+    with pytest.raises(config.ConfigError) as error:
+        config.load([], [line])
+    assert re.search(f"(?s){message}", str(error.value))
 
 
 def names(registry):

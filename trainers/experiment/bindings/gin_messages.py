@@ -106,8 +106,8 @@ def message(text: str) -> str:
             "  or the command be given --import=my_package.my_task, which registers "
             "all that the\n  module defines, as @my_package.my_task.NAME."
         )
-    if text.startswith("No module named"):
-        return text + _where_modules_are()
+    if match := re.match(r"No module named '(.+?)'", text):
+        return text + (of_t5x.of_package(match[1]) or _where_modules_are())
     if text.startswith("Couldn't parse statement, expected"):
         return f"{text[:-1]}: write NAME=VALUE, as in Experiment.num_steps=100"
     if text == "Expected newline.":

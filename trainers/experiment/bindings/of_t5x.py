@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 PARAMETERS = {
@@ -21,7 +22,11 @@ _MACROS = {
     "TRAIN_STEPS": "Experiment.num_steps",
 }
 """What T5X's macros set, by a binding of the same value."""
-_SEQIO = "of seqio: here the task's input names its files"
+_SEQIO = (
+    "of seqio: here the task's input reads files, or what functions of yours return as "
+    "a tf.data.Dataset, by Translation.text = @PairDataset() or LanguageModel.text = "
+    "@TokenDataset(); docs/examples/my_pairs.py reads a seqio task"
+)
 _MACROS_IN_WORDS = {
     "CHECKPOINT_PATH": (
         "the flag --model_dir, the folder of a run, whose newest checkpoint "
@@ -129,6 +134,15 @@ _FLAGS = {
     "model": "Here it is --gin_file",
     "run_mode": "Here it is --mode",
 }
+_VALUES = {
+    "mode=export": "Here it is meshwright-export",
+    "mode=infer": "Here it is meshwright-generate, of texts or ids",
+    "mode=precompile": "Here it is meshwright-plan",
+}
+"""What stands here for values of flags."""
+PAGE = "docs/coming_from/lingvo_t5x_praxis.md"
+"""What is written of T5X in the docs."""
+_PACKAGES = ("seqio", "t5", "t5x")
 
 
 def of_macro(name: str) -> str:
@@ -187,6 +201,21 @@ def of_flag(name: str, given: str) -> str:
         return here
     binding = f"{_MACROS.get(macro, macro)} = {value}"
     return f"Bindings are given as --gin_param={_quoted(binding)}"
+
+
+def of_value(flag: str, value: str) -> str:
+    """What stands here for a flag with T5X's value, as a sentence; "" if nothing."""
+    return _VALUES.get(f"{flag}={value}", "")
+
+
+def of_package(name: str) -> str:
+    """Where it is said what to write for a module or a gin file of T5X's packages.
+
+    "" if `name`, with dots or slashes, is of none.
+    """
+    if re.split(r"[./]", name)[0] not in _PACKAGES:
+        return ""
+    return f"\n  {PAGE} says what stands here for what T5X's gin files name."
 
 
 def _quoted(text: str) -> str:
