@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator
 
 from meshwright.framework.modeling.recompute import Recompute
+from meshwright.framework.sharding.plan import as_axes
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment.bindings.outside_names import imported
 from meshwright.trainers.planning.plan_units import share_text
@@ -17,7 +18,7 @@ from meshwright.trainers.planning.search.search_screen import (
     ScoredCandidate,
     SearchSpace,
 )
-from meshwright.trainers.planning.search.search_space import portable
+from meshwright.trainers.planning.search.search_space import Candidate, portable
 
 _WIDTH = 80
 _BEST = 10
@@ -160,6 +161,11 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     if best.is_found:
         yield f"{best.name}:"
         yield from (f"    {line}" for line in table_text(best.tables))
+    if idle := _idle_axes(shown[0].promising.candidate):
+        yield from _wrapped(
+            f"The fastest splits nothing over mesh axis {', '.join(idle)}: devices "
+            "along it repeat each other's work."
+        )
     yield from _by_propagation(outcome)
     for row in outcome.refused:
         yield f"{'refused':>12}{'':29}{_names(row.promising)}".rstrip()
@@ -173,6 +179,15 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         text = _wrapped(f"left out: {reason}", indent=7)
         yield f"{count:6} {next(text).strip()}"
         yield from text
+
+
+def _idle_axes(candidate: Candidate) -> list[str]:
+    """The mesh axes of several devices that no entry of the plan names, with sizes."""
+    plan = candidate.plan.tables
+    entries = [*plan.weights.values(), *plan.activations.values()]
+    named = {axis for entry in entries for axis in as_axes(entry)}
+    sizes = zip(plan.mesh_axes, candidate.mesh, strict=True)
+    return [f"{axis} ({n})" for axis, n in sizes if n > 1 and axis not in named]
 
 
 def _legend(variants: Collection[str]) -> Iterator[str]:

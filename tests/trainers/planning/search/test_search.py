@@ -218,6 +218,21 @@ def test_the_table_fits_a_terminal(small):
     assert all(len(line) <= 80 for line in lines.splitlines())
 
 
+def test_a_winner_that_leaves_a_mesh_axis_idle_says_so(small):
+    found = searched(small)
+    assert "splits nothing" not in search_text.table(small, found)
+    row, *others = found.ranked
+    plan = row.promising.candidate.plan
+    tables = dataclasses.replace(plan.tables, weights={}, activations={"batch": "X"})
+    plan = dataclasses.replace(plan, tables=tables)
+    of_plan = dataclasses.replace(row.promising.candidate, plan=plan)
+    scored = dataclasses.replace(row.promising, candidate=of_plan)
+    row = dataclasses.replace(row, promising=scored)
+    changed = dataclasses.replace(found, ranked=(row, *others))
+    text = " ".join(search_text.table(small, changed).split())
+    assert "splits nothing over mesh axis Y (2): devices along it repeat" in text
+
+
 @pytest.mark.parametrize("changed", ["off", "g256", "g256 auto"])
 @pytest.mark.parametrize("batch", [8, 4096])
 def test_a_variant_fits_a_terminal(small, changed, batch):
