@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from absl import flags
 
+_MOST_NAMED = 5
+
 
 def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
     """The file that a flag names, in a writable folder; None if it names none.
@@ -62,11 +64,20 @@ def check_saved(flag: flags.FlagHolder) -> None:
     """
     if flag.value is None or "://" in flag.value:
         return
-    folder = pathlib.Path(flag.value).expanduser().absolute() / "checkpoints"
+    run = pathlib.Path(flag.value).expanduser().absolute()
+    folder = run / "checkpoints"
     if not folder.is_dir():
+        there = ""
+        if runs := sorted(each.parent.name for each in run.glob("*/checkpoints")):
+            there = f"; runs in {run}: {', '.join(runs[:_MOST_NAMED])}"
+        elif (
+            list(run.glob("checkpoint_*/checkpoint")) or (run / "checkpoint").is_file()
+        ):
+            there = f"; {run} has checkpoints of T5X or TensorFlow, to start from by "
+            there += "InitializeFrom as far as they are read"
         raise ValueError(
             f"there is no checkpoint in {folder}: name the folder of a run that has "
-            f"saved one by --{flag.name}, or train first"
+            f"saved one by --{flag.name}, or train first{there}"
         )
 
 

@@ -258,6 +258,18 @@ def test_what_is_mistyped_is_said_without_tensorflow(name, arguments, message):
     assert done.stdout == "imported:\n"
 
 
+def test_what_is_there_in_place_of_a_run_to_evaluate_is_named(tmp_path):
+    (tmp_path / "logs/second/checkpoints").mkdir(parents=True)
+    (tmp_path / "t5x/checkpoint_10").mkdir(parents=True)
+    (tmp_path / "t5x/checkpoint_10/checkpoint").touch()
+    for name, message in (
+        ("logs", f"train first; runs in {tmp_path}/logs: second\n"),
+        ("t5x", f"{tmp_path}/t5x has checkpoints of T5X or TensorFlow, to start from"),
+    ):
+        done = call("train", TINY, f"--model_dir={tmp_path / name}", "--mode=eval")
+        assert message in done.stderr
+
+
 def test_a_file_that_imports_is_left_to_the_real_check(tmp_path):
     (tmp_path / "mine.gin").write_text("import my_missing.module\nMine.width = 3\n")
     done = call("plan", f"--gin_file={tmp_path / 'mine.gin'}")
