@@ -419,7 +419,7 @@ def test_command_ended_by_sigterm_goes_on_later(tmp_path):
     step = int(re.search("Stopped by SIGTERM: saved training to step (.*) in", out)[1])
     assert saved_steps(tmp_path)[-1] == step
     # Nothing but our own lines and the bar.
-    ours = r"\d\d:\d\d:\d\d INFO .*|(training|saving|evaluating) .*|SIGTERM: .*|\s*"
+    ours = r"\d\d:\d\d:\d\d INFO .*|(training|saving|evaluating) .*|SIGTERM: .*|(  .*)?"
     for line in re.split(r"[\r\n]", err):
         assert re.fullmatch(ours, line), line
     result = train(small_programs(), tmp_path, num_steps=step + 2)
