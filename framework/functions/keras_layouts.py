@@ -153,8 +153,14 @@ class TensorParallel(Layout):
             )
         if product.units and product.units == product.inputs:
             return (
-                f"{nothing}, as its layer has as many units as inputs: a table with a "
-                "row for it can split it"
+                f"{nothing}, as its layer has as many units as inputs, and does not "
+                "come right after one that is split by units: a table with a row for "
+                "it can split it"
+            )
+        if 0 < product.inputs < product.units:
+            return (
+                f"{nothing}, as its layer has more units than inputs, and no later one "
+                "takes these and is split by them"
             )
         return f"{nothing}, as its layer is neither attention nor feed-forward"
 
@@ -297,10 +303,13 @@ def split_weights(model: Any) -> list[SplitWeight]:
 
     - `EinsumDense` to two dims of its own, as queries, keys and values are made: the
       first of the two, the heads. From two dims, as a result of attention: the first.
-    - `Dense`, and `EinsumDense` likewise, to more units than it has inputs: its units.
+    - `Dense`, and `EinsumDense` likewise, to more units than it has inputs: its units,
+      if a later layer takes them as its inputs and is split by these, or if it is the
+      last layer, as of logits. Results of others would be gathered at once.
     - To fewer, as the second of a pair: its inputs, so that each device adds up a part.
       The last layer before it that has as many units as it has inputs, or twice as
       many, as for a gate and its input together, is split by units.
+    - To as many, as the second of a pair: its inputs, if it comes next in the parent.
     - To fewer, as the first of a pair: its units. The next of these layers in the same
       parent takes them as its inputs, and does not have more units.
     - `Embedding`: its rows.
@@ -315,14 +324,30 @@ def split_weights(model: Any) -> list[SplitWeight]:
         and (words := getattr(layer, "_embeddings", None)) is not None
     ]
     products = [(parent, p) for parent, layer in layers if (p := _product_of(layer))]
-    by_units: list[tuple[int, bool]] = []  # How many, and whether they are split.
-    for here, after in itertools.zip_longest(products, products[1:]):
-        product = here[1]
-        split = product.split(by_units, after is not None and _are_a_pair(here, after))
-        weights += [split] if split else []
-        is_split = split is not None and split.rule is SplitRule.UNITS
-        by_units.append((product.units, is_split))
+    splits: list[SplitWeight | None] = []
+    taken = {len(products) - 1}  # Numbers of those that may be split by units.
+    for number, (_, product) in enumerate(products):
+        wanted = (product.inputs, 2 * product.inputs)
+        makers = [i for i in range(number) if products[i][1].units in wanted]
+        by_units = [*itertools.takewhile(lambda i: _by_units(splits[i]), makers[::-1])]
+        split = product.split(
+            takes_units=bool(by_units),
+            is_second=number - 1 in by_units
+            and _are_a_pair(products[number - 1], products[number]),
+            is_first=number + 1 < len(products)
+            and _are_a_pair(products[number], products[number + 1]),
+        )
+        if split and split.rule is SplitRule.INPUTS:
+            taken.update(by_units)
+        splits.append(split)
+    for number, split in enumerate(splits):
+        if split and (split.rule is not SplitRule.UNITS or number in taken):
+            weights.append(split)
     return weights
+
+
+def _by_units(split: SplitWeight | None) -> bool:
+    return split is not None and split.rule is SplitRule.UNITS
 
 
 def split_dims(model: Any) -> dict[int, int]:
@@ -360,25 +385,25 @@ class _Product:
         return 0 < self.units < self.inputs
 
     def split(
-        self, by_units: Sequence[tuple[int, bool]], is_first: bool
+        self, *, takes_units: bool, is_first: bool, is_second: bool
     ) -> SplitWeight | None:
         """How it is split; see `split_weights`.
 
         Args:
-          by_units: of the layers before, their units, and whether these are split.
+          takes_units: whether the last layer before it that makes its inputs is split
+            by units.
           is_first: whether it is the first of a pair.
+          is_second: whether it is the second of a pair that is split.
         """
         counts = len(self.made), len(self.summed)
         if counts in ((2, 1), (1, 2)):
             dims = self.made if counts == (2, 1) else self.summed
             return SplitWeight(weight=self.kernel, dim=dims[0], rule=SplitRule.HEADS)
-        if counts != (1, 1) or self.units == self.inputs:
+        if counts != (1, 1):
             return None
-        wanted = (self.inputs, 2 * self.inputs)
-        makers = [is_split for units, is_split in by_units if units in wanted]
-        if self.narrows and makers[-1:] == [True]:
+        if is_second or (self.narrows and takes_units):
             dim, rule = self.summed[0], SplitRule.INPUTS
-        elif self.units > self.inputs or is_first:
+        elif self.units > self.inputs or (self.narrows and is_first):
             dim, rule = self.made[0], SplitRule.UNITS
         else:
             return None

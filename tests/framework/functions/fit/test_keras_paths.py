@@ -399,8 +399,12 @@ def test_the_head_of_a_classifier_is_left_to_completion(partitioner, caplog):
     [
         (20, (64, 10), ["units", "inputs"]),
         (64, (32, 8), ["units", "inputs"]),
-        (64, (32, 32, 8), ["units", None, None]),
-        (20, (64, 64, 10), ["units", None, None]),
+        (64, (32, 32, 8), ["units", "inputs", None]),
+        (20, (64, 64, 10), ["units", "inputs", None]),
+        (20, (64, 64, 32, 10), ["units", "inputs", "units", "inputs"]),
+        (64, (64, 64, 256), [None, None, "units"]),
+        (5, (64, 256, 64, 10), [None, "units", "inputs", None]),
+        (16, (64, 128, 64, 10), [None, "units", "inputs", None]),
         (20, (64, 20, 10), ["units", "inputs", None]),
         (16, (64, "halves", 16), ["units", "inputs"]),
         (64, (10,), [None]),
@@ -419,7 +423,7 @@ def test_a_pair_of_layers_is_split_by_units_and_then_by_inputs(inputs, units, ru
     found = {one.weight.path: one.rule.value for one in split_weights(model)}
     assert [found.get(layer.kernel.path) for layer in layers] == rules
     left = [layer.kernel for layer in layers if layer.kernel.path not in found]
-    for kernel in left:  # Of as many units as inputs, or fewer.
+    for kernel in left:
         why = TensorParallel(model, "model").reason(kernel._value, MESH)
         assert why.startswith('"tensor" splits no dim of it, as its layer has ')
 
