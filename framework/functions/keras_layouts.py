@@ -160,7 +160,7 @@ class TensorParallel(Layout):
         if 0 < product.inputs < product.units:
             return (
                 f"{nothing}, as its layer has more units than inputs, and no later one "
-                "takes these and is split by them"
+                "takes them as its inputs: they would be gathered at once"
             )
         return f"{nothing}, as its layer is neither attention nor feed-forward"
 
@@ -304,17 +304,18 @@ def split_weights(model: Any) -> list[SplitWeight]:
     - `EinsumDense` to two dims of its own, as queries, keys and values are made: the
       first of the two, the heads. From two dims, as a result of attention: the first.
     - `Dense`, and `EinsumDense` likewise, to more units than it has inputs: its units,
-      if a later layer takes them as its inputs and is split by these, or if it is the
-      last layer, as of logits. Results of others would be gathered at once.
+      if a later one of these layers takes them, or if it is the last, as of logits.
+      What others make would be gathered at once.
     - To fewer, as the second of a pair: its inputs, so that each device adds up a part.
-      The last layer before it that has as many units as it has inputs, or twice as
-      many, as for a gate and its input together, is split by units.
+      The layer whose units it takes is split by units.
     - To as many, as the second of a pair: its inputs, if it comes next in the parent.
     - To fewer, as the first of a pair: its units. The next of these layers in the same
       parent takes them as its inputs, and does not have more units.
     - `Embedding`: its rows.
 
-    Layers are in the order in which their parents hold them.
+    Layers are in the order in which their parents hold them. One takes the units of the
+    last before it that makes as many as it has inputs, or twice as many, as for a gate
+    and its input together.
     """
     layers = list(_inner_layers(model))
     weights = [
@@ -325,7 +326,7 @@ def split_weights(model: Any) -> list[SplitWeight]:
     ]
     products = [(parent, p) for parent, layer in layers if (p := _product_of(layer))]
     splits: list[SplitWeight | None] = []
-    taken = {len(products) - 1}  # Numbers of those that may be split by units.
+    taken = {len(products) - 1}  # Those whose units are taken, and the last.
     for number, (_, product) in enumerate(products):
         wanted = (product.inputs, 2 * product.inputs)
         makers = [i for i in range(number) if products[i][1].units in wanted]
@@ -337,8 +338,7 @@ def split_weights(model: Any) -> list[SplitWeight]:
             is_first=number + 1 < len(products)
             and _are_a_pair(products[number], products[number + 1]),
         )
-        if split and split.rule is SplitRule.INPUTS:
-            taken.update(by_units)
+        taken.update(by_units)  # All of them: a gate has another layer beside it.
         splits.append(split)
     for number, split in enumerate(splits):
         if split and (split.rule is not SplitRule.UNITS or number in taken):

@@ -403,8 +403,8 @@ def test_the_head_of_a_classifier_is_left_to_completion(partitioner, caplog):
         (20, (64, 64, 10), ["units", "inputs", None]),
         (20, (64, 64, 32, 10), ["units", "inputs", "units", "inputs"]),
         (64, (64, 64, 256), [None, None, "units"]),
-        (5, (64, 256, 64, 10), [None, "units", "inputs", None]),
-        (16, (64, 128, 64, 10), [None, "units", "inputs", None]),
+        (5, (64, 256, 64, 10), ["units", "units", "inputs", None]),
+        (5, (64, "doubled", 256, 128, 10), [None, "units", "inputs", None]),
         (20, (64, 20, 10), ["units", "inputs", None]),
         (16, (64, "halves", 16), ["units", "inputs"]),
         (64, (10,), [None]),
@@ -416,6 +416,9 @@ def test_a_pair_of_layers_is_split_by_units_and_then_by_inputs(inputs, units, ru
     for count in units:
         if count == "halves":
             made = made[:, : made.shape[1] // 2]
+            continue
+        if count == "doubled":
+            made = LAYERS.Concatenate()([made, 2 * made])
             continue
         layers.append(LAYERS.Dense(count))
         made = layers[-1](made)
