@@ -196,8 +196,9 @@ class MeshFunction:
             _check_arguments(self.name, paths, leaves)
             with TRACING, garbage_later(), told_if_long(self.name) as begin:
                 if key not in self._compiled:
-                    begin("tracing, once for each shape of its arguments")
                     specs = [_spec(leaf) or leaf for leaf in leaves]
+                    of = _shapes_text(specs)
+                    begin(f"tracing, once for each shape of its arguments, {of}")
                     check_before_tracing(self.name, self.mesh, specs)
                     options = self._options
                     by = Partitioner(options.get("partitioner", Partitioner.SHARDY))
@@ -210,7 +211,7 @@ class MeshFunction:
                             name=self.name,
                             keeps=self._layout.keeps,
                         )
-                    begin(f"compiling for the mesh ({self.mesh})")
+                    begin(f"compiling for the mesh ({self.mesh}), {of}")
                     with LOCK:
                         self._compiled[key] = self._compile(traced)
         return self._compiled[key]
@@ -317,6 +318,16 @@ def _spec(leaf: Any) -> tf.TensorSpec | None:
         return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype))
     except TypeError:  # Of times, and others that are no numbers.
         return None
+
+
+def _shapes_text(specs: Sequence[Any]) -> str:
+    """The tensors among arguments, as `float32[4,20], int64[4]`; at most four."""
+    tensors = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
+    texts = [
+        f"{spec.dtype.name}[{','.join(map(str, spec.shape))}]" for spec in tensors[:4]
+    ]
+    more = [f"and {len(tensors) - 4} more"] if len(tensors) > 4 else []
+    return ", ".join([*texts, *more]) or "of no tensors"
 
 
 def _key(leaf: Any) -> Hashable:

@@ -58,8 +58,14 @@ def test_a_long_start_is_told_and_arrays_are_read_without_tuning(monkeypatch, ca
     model.fit(dataset, verbose=0)
     assert tuned == [("train", False), ("test", False), ("train", None)]
     stderr = capfd.readouterr().err
-    assert "train_step: tracing, once for each shape of its arguments" in stderr
-    assert "train_step: compiling for the mesh (data=2, model=4)" in stderr
+    of = "int64[16,5], int64[16] ..."
+    assert f"train_step: tracing, once for each shape of its arguments, {of}" in stderr
+    assert f"train_step: compiling for the mesh (data=2, model=4), {of}" in stderr
+    program = mw.function(lambda *x: x[0], MESH, name="one")
+    program.program(*[tf.TensorSpec([n, 2]) for n in range(5)])
+    of = ", ".join(f"float32[{n},2]" for n in range(4))
+    text = f"one: compiling for the mesh (data=2, model=4), {of}, and 1 more ..."
+    assert text in capfd.readouterr().err
 
 
 class Turned(LAYERS.Layer):
