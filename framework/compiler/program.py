@@ -428,7 +428,7 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
-    fn = tracing_for_devices(devices, partitioner)(fn)
+    fn = tracing_for_devices(devices, partitioner, mesh)(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
@@ -482,13 +482,11 @@ def trace_program(
 
 
 def tracing_for_devices(
-    devices: Sequence[jax.Device] | None, partitioner: Partitioner
+    devices: Sequence[jax.Device] | None, partitioner: Partitioner, mesh: DeviceMesh
 ) -> contextlib.AbstractContextManager:
-    """A scope of what is traced for devices; None: those of this program's processes.
-
-    In it layers know the kind of devices and the partitioner, and may use kernels.
-    """
-    return tracing_for(kind_name((devices or jax.devices())[0]), partitioner.value)
+    """In it layers know for what they are traced; devices None are those here."""
+    kind = kind_name((devices or jax.devices())[0])
+    return tracing_for(kind, partitioner.value, mesh)
 
 
 def _logical(shardings: Any) -> Any:

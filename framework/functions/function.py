@@ -202,7 +202,7 @@ class MeshFunction:
                     check_before_tracing(self.name, self.mesh, specs)
                     options = self._options
                     by = Partitioner(options.get("partitioner", Partitioner.SHARDY))
-                    with tracing_for_devices(options.get("devices"), by):
+                    with tracing_for_devices(options.get("devices"), by, self.mesh):
                         traced = trace(
                             self._fn,
                             (args, kwargs),

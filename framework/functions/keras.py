@@ -57,7 +57,7 @@ from meshwright.framework.functions.keras_plan import (
     returned,
 )
 from meshwright.framework.functions.layout import Layout, LayoutTable
-from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.annotations import mesh_split, sizes_of
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.framework.sharding.sharding import Sharding
@@ -136,7 +136,8 @@ class _Distributed:
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
             data = tf.nest.pack_sequence_as(data, list(leaves))
-            return returned(self.model, method, data)
+            with sizes_of(self.mesh):
+                return returned(self.model, method, data)
 
         return function(
             step,

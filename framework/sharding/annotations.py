@@ -14,13 +14,20 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.placeholders import placeholder
+from meshwright.framework.sharding.placeholders import placeholder, traced_mesh
 from meshwright.framework.sharding.sharding import Sharding
 
 TYPED = "typed"
 """The placeholder of an annotation with unreduced or reduced axes."""
 _NOTED = "_meshwright_shardings"
 _UNREDUCED_GRADIENTS = contextvars.ContextVar("unreduced_gradients", default=())
+_SIZES_OF = contextvars.ContextVar[DeviceMesh | None]("sizes_of", default=None)
+# Lets a program for more devices detect an annotation for one.
+_ONE_DEVICE = xla_data_pb2.OpSharding(
+    type=xla_data_pb2.OpSharding.MAXIMAL,
+    tile_assignment_dimensions=[1],
+    tile_assignment_devices=[0],
+)
 
 
 class OnConflict(enum.Enum):
@@ -59,13 +66,7 @@ def annotate(
         return record_annotation(
             _typed(tensor, sharding, on_conflict), sharding, on_conflict
         )
-    proto = sharding.to_op_sharding()
-    if sharding.mesh.size == 1:  # Lets a program for more devices detect this.
-        proto = xla_data_pb2.OpSharding(
-            type=xla_data_pb2.OpSharding.MAXIMAL,
-            tile_assignment_dimensions=[1],
-            tile_assignment_devices=[0],
-        )
+    proto = _ONE_DEVICE if sharding.mesh.size == 1 else sharding.to_op_sharding()
     serialized = proto.SerializeToString()
     annotated = annotate_serialized(tensor, serialized, sharding.unspecified)
     return record_annotation(annotated, sharding)
@@ -118,7 +119,7 @@ def annotation_of(tensor: tf.Tensor) -> Annotation | None:
 @tf.autograph.experimental.do_not_convert
 def mesh_split(
     tensor: tf.Tensor,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None,
     dims_mapping: Sequence,
     *,
     unspecified_dims: Sequence[int] = (),
@@ -129,7 +130,8 @@ def mesh_split(
 
     Args:
       tensor: any tensor of static rank.
-      device_mesh: the mesh.
+      device_mesh: the mesh; None: that of the program that is traced. Outside of any
+        the tensor stays as it is, in a function that no program may call later.
       dims_mapping: for each tensor dim the mesh axis that splits it, by index or name;
         -1 or None for none; a sequence of axes for a dim split by several. A dim that
         its axes do not divide is padded inside the program.
@@ -148,9 +150,13 @@ def mesh_split(
 
     Raises:
       ValueError: the mapping's length is not the rank, an axis is unknown or used
-        twice.
+        twice; or, in a Keras model, its mesh has the axis in another size.
     """
     tensor = tf.convert_to_tensor(tensor)
+    if device_mesh is None:
+        device_mesh = traced_mesh()
+        if device_mesh is None:
+            return annotate_serialized(tensor, _ONE_DEVICE.SerializeToString())
     sharding = checked_sharding(
         "mesh_split",
         tensor,
@@ -160,12 +166,39 @@ def mesh_split(
         unreduced=unreduced,
         reduced=reduced,
     )
+    _check_sizes(tensor, device_mesh)
     is_open = sharding.is_typed or sharding.unspecified or not tensor.dtype.is_floating
     axes = () if is_open else _not_splitting(sharding, _UNREDUCED_GRADIENTS.get())
     if not axes:
         return annotate(tensor, sharding)
     sharding = dataclasses.replace(sharding, reduced=axes)
     return annotate(tensor, sharding, on_conflict=OnConflict.REDUCE)
+
+
+@contextlib.contextmanager
+def sizes_of(mesh: DeviceMesh) -> Iterator[None]:
+    """Within it `mesh_split` refuses an axis that `mesh` has in another size.
+
+    Other meshes of the same devices are allowed, but whoever writes an axis of the same
+    name means that one.
+    """
+    token = _SIZES_OF.set(mesh)
+    try:
+        yield
+    finally:
+        _SIZES_OF.reset(token)
+
+
+def _check_sizes(tensor: tf.Tensor, mesh: DeviceMesh) -> None:
+    own = _SIZES_OF.get()
+    for axis in mesh.axis_names if own is not None else ():
+        if axis in own.axis_names and own.axis_size(axis) != mesh.axis_size(axis):
+            raise ValueError(
+                f"mesh_split in {tf.get_current_name_scope()!r}: {describe(tensor)}, "
+                f"and the mesh of this annotation is ({mesh}), but the model is on "
+                f"({own}): pass None in its place, which is the model's mesh, or "
+                "distribute the model on that one"
+            )
 
 
 def _not_splitting(sharding: Sharding, axes: Sequence[str]) -> tuple[str, ...]:

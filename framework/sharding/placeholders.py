@@ -19,6 +19,7 @@ _DEVICE_KIND, _PARTITIONER = (
     contextvars.ContextVar[str | None](name, default=None)
     for name in ("device_kind", "partitioner")
 )
+_MESH = contextvars.ContextVar[DeviceMesh | None]("mesh", default=None)
 
 
 def placeholder(
@@ -81,16 +82,19 @@ def kernel(
 
 
 @contextlib.contextmanager
-def tracing_for(device_kind: str, partitioner: str = "shardy") -> Iterator[None]:
+def tracing_for(
+    device_kind: str, partitioner: str = "shardy", mesh: DeviceMesh | None = None
+) -> Iterator[None]:
     """What is traced inside is for devices of this kind: "v5e", "cpu" or "cuda".
 
-    And for a partitioner: "shardy" or "gspmd".
+    And for a partitioner, "shardy" or "gspmd", and a mesh.
     """
-    tokens = _DEVICE_KIND.set(device_kind), _PARTITIONER.set(partitioner)
+    given = {_DEVICE_KIND: device_kind, _PARTITIONER: partitioner, _MESH: mesh}
+    tokens = [(variable, variable.set(value)) for variable, value in given.items()]
     try:
         yield
     finally:
-        for variable, token in zip((_DEVICE_KIND, _PARTITIONER), tokens, strict=True):
+        for variable, token in tokens:
             variable.reset(token)
 
 
@@ -102,6 +106,11 @@ def traced_for() -> str | None:
 def traced_partitioner() -> str | None:
     """What that program is split by; None outside of programs."""
     return _PARTITIONER.get()
+
+
+def traced_mesh() -> DeviceMesh | None:
+    """The mesh of that program; None outside of programs."""
+    return _MESH.get()
 
 
 def mesh_text(mesh: DeviceMesh) -> str:

@@ -155,6 +155,22 @@ def test_any_mesh_of_the_programs_devices_is_honoured(partitioner):
 
 
 @over_partitioners
+def test_no_mesh_is_that_of_the_program_that_is_traced(partitioner):
+    def fn(x):
+        return tf.sin(mesh_split(x, None, ["X", "Y"]))
+
+    spec = tf.TensorSpec([8, 8])
+    program = compile_program(fn, [spec], MESH, partitioner=partitioner)
+    x = np.ones([8, 8], np.float32)
+    assert program(x).sharding.shard_shape((8, 8)) == (4, 2)
+    outside = tf.function(fn)
+    np.testing.assert_array_equal(fn(x), outside(x))
+    with pytest.raises(LoweringError, match="mesh of one device, and the program's"):
+        before = outside.get_concrete_function(spec)
+        compile_program(lambda x: before(x), [spec], MESH, partitioner=partitioner)
+
+
+@over_partitioners
 def test_unspecified_dims_are_left_to_completion(partitioner):
     def fn(x, unspecified):
         y = mesh_split(x, MESH, ["X", None], unspecified_dims=unspecified)

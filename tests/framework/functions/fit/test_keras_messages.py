@@ -68,6 +68,48 @@ def test_a_long_start_is_told_and_arrays_are_read_without_tuning(monkeypatch, ca
     assert text in capfd.readouterr().err
 
 
+class Split(LAYERS.Layer):
+    """Splits what it is given, over a mesh."""
+
+    def __init__(self, mesh, **how):
+        super().__init__(**how)
+        self.mesh = mesh
+
+    def call(self, x):
+        return mw.mesh_split(x, self.mesh, ["data", "model"])
+
+
+def split_by(mesh):
+    layers = [LAYERS.Input((8,)), Split(mesh, name="split"), LAYERS.Dense(4)]
+    model = keras.Sequential(layers, name="annotated")
+    model.compile("sgd", "mse", jit_compile=True)
+    return model
+
+
+def test_a_layer_is_split_over_the_mesh_of_its_model():
+    x, y = np.ones((8, 8)), np.ones((8, 4))
+    model = mw.keras.distribute(split_by(None), MESH)
+    program = mw.keras.program(model, x, y)
+    (split,) = {
+        str(tensor.sharding)
+        for tensor in mw.explain(program).tensors
+        if "split/XlaSharding" in tensor.op_name
+    }
+    assert split == "[data,model]"
+    other = mw.DeviceMesh(("data", "model"), (4, 2))
+    model = mw.keras.distribute(split_by(other), MESH)
+    message = (
+        r"mesh_split in 'annotated/split': tensor .* has shape \(None, 8\), and the mesh "
+        r"of this annotation is \(data=4, model=2\), but the model is on \(data=2, model"
+        r"=4\): pass None in its place"
+    )
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, y, verbose=0)
+    # Of other names it is another mesh of the same devices, as GSPMD has them.
+    model.layers[0].mesh = mw.DeviceMesh(("data", "model", "x"), (2, 4, 1))
+    mw.keras.distribute(model, MESH).fit(x, y, verbose=0)
+
+
 class Turned(LAYERS.Layer):
     """Has an op that XLA gets wrong whatever the batch."""
 
