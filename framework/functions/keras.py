@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
@@ -35,6 +34,7 @@ from meshwright.framework.functions.function import (
 )
 from meshwright.framework.functions.keras_files import (
     backup,
+    check_model,
     end_at_once,
     is_built,
     share_files,
@@ -46,6 +46,7 @@ from meshwright.framework.functions.keras_plan import (
     STEPS,
     FitPlan,
     StepLayout,
+    as_of_fit,
     batch_of,
     check_can_train,
     check_is_distributed,
@@ -103,6 +104,7 @@ class _Distributed:
             self._check_is_here()
             logs, spec = None, getattr(iterator, "element_spec", None)
             for data in itertools.islice(iterator, self.model.steps_per_execution):
+                data = as_of_fit(self.model, method, data)
                 logs = step(*batch_of(data, spec))
             if logs is None:
                 raise StopIteration
@@ -299,7 +301,7 @@ def distribute(
         mesh; or, if the model is built, a row of another rank than its variable's, or
         one that fits no variable. If it is not built, such rows end the first `fit`.
     """
-    _check_model(model)
+    check_model(model)
     _check_options(model, options)
     check_mesh(mesh, model.name)
     axes = _data_axes(model, mesh, layout, data_axes)
@@ -338,7 +340,7 @@ def shardings(model: Any) -> dict[str, Sharding | None]:
       TypeError: it is no Keras model of the TensorFlow backend.
       ValueError: no program has used any of its variables yet.
     """
-    _check_model(model)
+    check_model(model)
     return placed_variables(model)
 
 
@@ -365,7 +367,7 @@ def program(
         no batches; or see `distribute` of a model that is not built.
       LoweringError: see `compile_program`.
     """
-    _check_model(model)
+    check_model(model)
     check_is_distributed(model)
     check_can_train(model, x, "mw.keras.program")
     model.make_train_function()
@@ -404,7 +406,7 @@ def plan(
       OutOfMemoryError: the step does not fit into a device's memory.
       LoweringError: see `compile_program`.
     """
-    _check_model(model)
+    check_model(model)
     _check_options(model, options, "plan", ("topology", "x", "y", "batch_size"))
     check_mesh(mesh, model.name)
     check_topology(topology, mesh)
@@ -413,25 +415,6 @@ def plan(
     distribute(model, mesh, layout, devices=devices, **options)
     step = program(model, x, y, batch_size=batch_size)
     return FitPlan(topology=topology, program=step)
-
-
-def _check_model(model: Any) -> None:
-    keras = sys.modules.get("keras")
-    if keras is None or not isinstance(model, keras.Model):
-        remedy = "for other TF programs use mw.function"
-        if isinstance(model, DeviceMesh):
-            remedy = "pass the model first, then the mesh"
-        raise TypeError(
-            f"mw.keras takes a Keras 3 model, not a {type(model).__module__}."
-            f"{type(model).__name__}; {remedy}"
-        )
-    if keras.backend.backend() != "tensorflow":
-        raise TypeError(
-            f"{model.name} is a model of Keras's {keras.backend.backend()} backend; "
-            "set KERAS_BACKEND=tensorflow before Keras is imported"
-        )
-    if model._distribute_strategy is not None:  # That it was made under.
-        raise ValueError(under_strategy(model.name, model._distribute_strategy))
 
 
 def _check_options(

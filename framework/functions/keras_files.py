@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,11 +20,37 @@ from absl import logging
 from meshwright.framework.compiler.xla.processes import check_same, do_together
 from meshwright.framework.functions.layout import note_path, path_of
 from meshwright.framework.functions.mesh_variable import silent_readers
+from meshwright.framework.sharding.mesh import DeviceMesh
 
 _WRITTEN_ONCE = ("save", "save_weights", "export")
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
 _SAVED_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _LIBRARIES = ("keras.", "keras_hub.", "keras_rs.")
+
+
+def check_model(model: Any) -> None:
+    """Raises an error for what is no Keras model that can be on a mesh.
+
+    Raises:
+      TypeError: it is no Keras model of the TensorFlow backend.
+      ValueError: it was made in the scope of a `tf.distribute` strategy.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None or not isinstance(model, keras.Model):
+        remedy = "for other TF programs use mw.function"
+        if isinstance(model, DeviceMesh):
+            remedy = "pass the model first, then the mesh"
+        raise TypeError(
+            f"mw.keras takes a Keras 3 model, not a {type(model).__module__}."
+            f"{type(model).__name__}; {remedy}"
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise TypeError(
+            f"{model.name} is a model of Keras's {keras.backend.backend()} backend; "
+            "set KERAS_BACKEND=tensorflow before Keras is imported"
+        )
+    if model._distribute_strategy is not None:  # That it was made under.
+        raise ValueError(under_strategy(model.name, model._distribute_strategy))
 
 
 def variables_of(model: Any) -> list[tf.Variable]:

@@ -212,6 +212,21 @@ def batch_of(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
     )
 
 
+def as_of_fit(model: Any, method: str, data: Any) -> Any:
+    """The batch of `train_on_batch`, `(x, y, None)`, as `fit` has it, `(x, y)`.
+
+    So both run one program. A step of the user's may tell the two apart.
+    """
+    import keras
+
+    is_own = getattr(getattr(model, method), "__func__", None) is not getattr(
+        keras.Model, method
+    )
+    if is_own or not isinstance(data, tuple) or len(data) != 3:
+        return data
+    return keras.utils.pack_x_y_sample_weight(*data)
+
+
 def returned(model: Any, method: str, data: Any) -> Any:
     """What a step of a Keras model returned for a batch.
 

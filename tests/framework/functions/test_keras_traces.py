@@ -163,3 +163,31 @@ def test_a_step_is_traced_once_if_keras_makes_its_variables(
 def test_a_variable_of_each_call_is_refused():
     with pytest.raises(ValueError, match="is only created once or created outside"):
         fitted(Careless, keras.optimizers.Adam, MESH)
+
+
+class Unpacking(keras.Model):
+    """Has a step that takes what Keras gives it apart."""
+
+    def train_step(self, data):
+        x, y, _ = data
+        return super().train_step((x, y))
+
+
+def test_a_batch_alone_runs_the_program_of_fit():
+    x, y = np.ones((16, 4), np.float32), np.ones((16, 2), np.float32)
+
+    def trained(kind, change=lambda model: model):
+        given = keras.Input((4,))
+        head = keras.layers.Dense(2, kernel_initializer="ones")
+        model = change(kind(given, head(given)))
+        model.compile("sgd", "mse", jit_compile=True)
+        if kind is keras.Model:
+            model.fit(x, y, batch_size=8, verbose=0)
+        losses = [model.train_on_batch(x[:8], y[:8]), model.test_on_batch(x[:8], y[:8])]
+        weighted = model.train_on_batch(x[:8], y[:8], np.arange(8, dtype=np.float32))
+        return model, [*losses, weighted]
+
+    for kind in (keras.Model, Unpacking):
+        model, ours = trained(kind, lambda m: mw.keras.distribute(m, MESH))
+        np.testing.assert_allclose(ours, trained(kind)[1], rtol=1e-5)
+        assert len(model.train_function.step._compiled) == 2  # One has weights.
