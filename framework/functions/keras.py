@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -41,7 +41,11 @@ from meshwright.framework.functions.keras_files import (
     under_strategy,
     variables_of,
 )
-from meshwright.framework.functions.keras_layouts import batch_axes, layout_of
+from meshwright.framework.functions.keras_layouts import (
+    data_axes_of,
+    layout_of,
+    rows_of,
+)
 from meshwright.framework.functions.keras_plan import (
     STEPS,
     FitPlan,
@@ -60,10 +64,10 @@ from meshwright.framework.functions.keras_plan import (
 from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.sharding.annotations import mesh_split, sizes_of
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
-from meshwright.framework.sharding.plan import ShardingPlan, as_axes
+from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 
-__all__ = ["backup", "distribute", "plan", "program", "shardings"]
+__all__ = ["backup", "distribute", "plan", "program", "rows", "shardings"]
 
 _SLOT = "momentum|velocity|accumulator|average|^.?(adam|sgd|rmsprop|ada|nadam|lion)"
 _OPTIONS = (
@@ -304,7 +308,7 @@ def distribute(
     check_model(model)
     _check_options(model, options)
     check_mesh(mesh, model.name)
-    axes = _data_axes(model, mesh, layout, data_axes)
+    axes = data_axes_of(model, mesh, layout, data_axes)
     made = _Distributed(
         model=model,
         mesh=mesh,
@@ -322,6 +326,33 @@ def distribute(
     end_at_once(model)
     made.warn_of_idle_devices()
     return model
+
+
+def rows(
+    model: Any,
+    mesh: DeviceMesh,
+    layout: str | Mapping[str, Any] | ShardingPlan = "data",
+    *,
+    data_axes: str | Sequence[str] | None = None,
+) -> dict[str, list[Any]]:
+    """The table of what a layout splits: to be printed, changed, and distributed by.
+
+    Args:
+      model, mesh, layout, data_axes: as of `distribute`; the model is built.
+
+    Returns:
+      By a regular expression of its whole path, the mesh axes of the dims of each
+      weight that the layout decides about.
+
+    Raises:
+      TypeError: see `distribute`.
+      ValueError: see `distribute`; the model is not built; or two weights of one path
+        are split otherwise.
+    """
+    check_model(model)
+    check_mesh(mesh, model.name)
+    axes = data_axes_of(model, mesh, layout, data_axes)
+    return rows_of(model, layout_of(model, mesh, layout, axes), mesh)
 
 
 def shardings(model: Any) -> dict[str, Sharding | None]:
@@ -431,21 +462,6 @@ def _check_options(
             f"{did_you_mean(option, known)}; it has {', '.join(known)}"
         )
     check_switches(model.name, options)
-
-
-def _data_axes(model: Any, mesh: DeviceMesh, layout: Any, axes: Any) -> tuple[str, ...]:
-    """The mesh axes that split a batch; see `distribute`."""
-    if axes is None:
-        return tuple(batch_axes(layout, mesh))
-    is_iterable = isinstance(axes, Iterable)
-    given = as_axes(axes) if is_iterable else ()
-    are_of_mesh = all(axis in mesh.axis_names for axis in given)
-    if is_iterable and are_of_mesh and len({*given}) == len(given):
-        return given
-    raise (ValueError if is_iterable else TypeError)(
-        f"{model.name}: data_axes is {axes!r}; pass some of the mesh's axes "
-        f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
-    )
 
 
 def _updates(

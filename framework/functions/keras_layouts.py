@@ -7,16 +7,19 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from meshwright.framework.functions.keras_files import is_built
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
     LayoutTable,
     Replicated,
+    note_path,
     path_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
@@ -69,6 +72,48 @@ def layout_of(
         f"{model.name}: the layout is {layout!r}{hint + ' Pass' if hint else '; pass'} "
         "'data', 'fsdp', 'tensor', a ShardingPlan, or a table from regular expressions "
         "to the mesh axes of each dim, such as {'dense.*kernel': [None, 'model']}"
+    )
+
+
+def rows_of(model: Any, layout: Layout, mesh: DeviceMesh) -> dict[str, list[Any]]:
+    """A layout's row for each weight that it decides about; see `mw.keras.rows`.
+
+    Raises:
+      ValueError: the model is not built; or weights of one path are split otherwise.
+    """
+    if not is_built(model):
+        raise ValueError(
+            f"{model.name} has no weights yet, or not all: call it once before "
+            "mw.keras.rows, as model(x[:1])"
+        )
+    rows: dict[str, list[Any]] = {}
+    for weight in model.weights:
+        sharding = layout.sharding_of(note_path(weight), mesh)
+        if sharding is None:
+            continue
+        row = [list(d) if d[1:] else d[0] if d else None for d in sharding.dims]
+        if rows.setdefault(f"^{re.escape(weight.path)}$", row) != row:
+            raise ValueError(
+                f"{model.name} has two weights {weight.path!r}, which the layout "
+                "splits otherwise, and a row is for both: give their layers names"
+            )
+    return rows
+
+
+def data_axes_of(
+    model: Any, mesh: DeviceMesh, layout: Any, axes: Any
+) -> tuple[str, ...]:
+    """The mesh axes that split a batch; see `distribute`."""
+    if axes is None:
+        return tuple(batch_axes(layout, mesh))
+    is_iterable = isinstance(axes, Iterable)
+    given = as_axes(axes) if is_iterable else ()
+    are_of_mesh = all(axis in mesh.axis_names for axis in given)
+    if is_iterable and are_of_mesh and len({*given}) == len(given):
+        return given
+    raise (ValueError if is_iterable else TypeError)(
+        f"{model.name}: data_axes is {axes!r}; pass some of the mesh's axes "
+        f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
     )
 
 

@@ -476,7 +476,7 @@ def test_a_program_wants_a_model_on_a_mesh_and_data():
 
 
 def test_what_the_module_shows():
-    names = ["backup", "distribute", "plan", "program", "shardings"]
+    names = ["backup", "distribute", "plan", "program", "rows", "shardings"]
     assert dir(mw.keras) == names
 
 

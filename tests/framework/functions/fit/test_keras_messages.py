@@ -279,3 +279,60 @@ def test_a_plan_says_what_it_lacks(given, error, message):
 def test_a_variable_that_is_not_on_a_mesh_cannot_be_drawn():
     with pytest.raises(TypeError, match="for a Keras model call fit"):
         mw.visualize(tf.Variable([1.0]))
+
+
+class Twice(keras.Model):
+    """Has two layers of one name."""
+
+    def __init__(self):
+        super().__init__(name="twice")
+        self.first = LAYERS.Dense(16, name="same")
+        self.second = LAYERS.Dense(4, use_bias=False, name="same")
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+def test_the_rows_of_a_layout_split_as_the_layout_does():
+    """And what is changed by hand decides."""
+    sizes = {"up": 32, "down": 8, "head": 4}
+    layers = [LAYERS.Dense(size, name=name) for name, size in sizes.items()]
+    model = keras.Sequential([LAYERS.Input((8,)), *layers], name="rowed")
+    model.compile("adam", "mse", jit_compile=True)
+
+    def splits(layout):
+        mw.keras.distribute(model, MESH, layout, weight_update_sharding="off")
+        mw.keras.program(model, np.ones((8, 8)), np.ones((8, 4)))
+        model.predict(np.ones((8, 8)), verbose=0)
+        shardings = mw.keras.shardings(model)
+        return {v.path: str(shardings[v.path]) for v in model.weights}
+
+    rows = mw.keras.rows(model, MESH, "tensor")
+    assert rows == {
+        "^rowed/up/kernel$": [None, "model"],
+        "^rowed/down/kernel$": ["model", None],
+    }
+    split = splits("tensor")
+    assert splits(rows) == split
+    other = {"^rowed/head/kernel$": ["model", None], "^rowed/up/bias$": [None]}
+    changed = splits(rows | other)
+    different = {"rowed/head/kernel": "[model,_]", "rowed/up/bias": "[_]"}
+    left = {"rowed/down/bias": changed["rowed/down/bias"]}  # To completion.
+    assert changed == split | different | left
+    assert split["rowed/up/bias"] == "[model]" and split["rowed/head/kernel"] == "[_,_]"
+    both = ["data", "model"]
+    fsdp = mw.keras.rows(model, MESH, "fsdp")
+    assert fsdp["^rowed/up/kernel$"] == [None, both] and fsdp["^rowed/head/bias$"] == [
+        None
+    ]
+    one = mw.keras.rows(model, MESH, "fsdp", data_axes="data")
+    assert one["^rowed/up/kernel$"] == [None, "data"]
+
+
+def test_rows_of_weights_that_a_table_cannot_tell_apart_are_refused():
+    model = Twice()
+    with pytest.raises(ValueError, match="twice has no weights yet, or not all: call"):
+        mw.keras.rows(model, MESH, "fsdp")
+    model(np.ones((1, 12), np.float32))
+    with pytest.raises(ValueError, match="has two weights 'twice/same/kernel', which"):
+        mw.keras.rows(model, MESH, "fsdp")
