@@ -213,7 +213,11 @@ def _kept(
             kept[form.kept_from] = kept.get(form.kept_from, 0) + 1
     for program, count in kept.items():
         stay = "1 argument stays" if count == 1 else f"{count} arguments stay"
-        yield f"{stay} as {program} keeps {'it' if count == 1 else 'them'}"
+        yield (
+            f"{stay} as {program} keeps {'it' if count == 1 else 'them'}: ask with None "
+            "for one to have it completed anew; of a Keras model all are in the first "
+            "program after mw.keras.distribute"
+        )
     if are_sharded:
         yield (
             "weight updates stay in shards as they are: trace the program with these "

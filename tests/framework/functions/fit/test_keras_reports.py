@@ -73,6 +73,7 @@ def test_the_report_has_slots_and_small_parts_in_a_line_each():
     assert text.count("\nadam_w.clip_by_norm") <= 2
     first = text.index("Collectives that move most at an op:")
     assert text.index("Left replicated:") < first < text.index("\narguments\n")
+    assert "\nbatch\n  XlaSharding" in text  # Which split its rows.
 
 
 def test_explain_and_why_give_one_reason():
