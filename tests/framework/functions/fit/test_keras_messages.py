@@ -281,6 +281,32 @@ def test_a_variable_that_is_not_on_a_mesh_cannot_be_drawn():
         mw.visualize(tf.Variable([1.0]))
 
 
+class Checked(LAYERS.Layer):
+    """Refuses ids that an embedding has no row for."""
+
+    def call(self, ids):
+        tf.debugging.assert_less(ids, 16, "no such word")
+        return ids
+
+
+def test_an_id_beyond_the_rows_reads_the_last_one_unless_it_is_checked():
+    """As TF's own jit does; without it Keras on a CPU raises."""
+    ids = np.array([[3, 16], [15, 100]] * 4)
+
+    def model(*first):
+        layers = [LAYERS.Input((2,), dtype="int32"), *first, LAYERS.Embedding(16, 4)]
+        return keras.Sequential(layers)
+
+    words = mw.keras.distribute(model(), MESH, "tensor")
+    table = words.layers[0].embeddings.numpy()
+    read = table[np.minimum(ids, 15)]
+    np.testing.assert_array_equal(words.predict(ids, verbose=0), read)
+    checked = mw.keras.distribute(model(Checked()), MESH, "tensor")
+    checked.predict(np.minimum(ids, 15), verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no such word"):
+        checked.predict(ids, verbose=0)
+
+
 class Twice(keras.Model):
     """Has two layers of one name."""
 
