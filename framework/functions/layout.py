@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -187,14 +187,10 @@ class LayoutTable(Layout):
         """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
         for pattern in self.unused(variables):
             paths = [path_of(variable) for variable in variables]
-            ends = {
-                end: path
-                for path in paths
-                for part in (*path.split("/"), path)
-                for end in (part, _NUMBER.sub("", part))  # As of "dense_115".
-            }
-            near = difflib.get_close_matches(pattern, ends, 1)
-            near = f"; near it is {ends[near[0]]!r}" if near else ""
+            parts = {part: path for path in reversed(paths) for part in _parts(path)}
+            names = "/".join(re.findall(r"\w+", pattern))  # Of "^up/.*kernel$".
+            near = difflib.get_close_matches(names, parts, 1)
+            near = f"; near it is {parts[near[0]]!r}" if near else ""
             raise ValueError(
                 f"{name}: layout row {pattern!r} matches none of its {len(paths)} "
                 f"variables: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
@@ -234,6 +230,14 @@ class LayoutTable(Layout):
         row = self._row_of(path_of(variable))
         nothing = "no row of the layout is for it" if self.rows else ""
         return nothing if row is None else f"row {row!r} of the layout"
+
+
+def _parts(path: str) -> Iterator[str]:
+    """What people write for a path: neighbours in it, with their numbers or without."""
+    whole = path.split("/")
+    for names in [_NUMBER.sub("", name) for name in whole], whole:  # As "dense_115".
+        for first, last in itertools.combinations(range(len(names) + 1), 2):
+            yield "/".join(names[first:last])
 
 
 class _Leading(tuple):

@@ -214,9 +214,9 @@ def _kept(
     for program, count in kept.items():
         stay = "1 argument stays" if count == 1 else f"{count} arguments stay"
         yield (
-            f"{stay} as {program} keeps {'it' if count == 1 else 'them'}: ask with None "
-            "for one to have it completed anew; of a Keras model all are in the first "
-            "program after mw.keras.distribute"
+            f"{stay} as {program} keeps {'it' if count == 1 else 'them'}: ask with "
+            "None for one to have it completed anew; of a Keras model all are in the "
+            "first program after mw.keras.distribute"
         )
     if are_sharded:
         yield (

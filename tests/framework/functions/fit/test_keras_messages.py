@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import meshwright.framework as mw
 from meshwright.framework.functions import progress
+from meshwright.framework.functions.layout import LayoutTable
 
 LAYERS = keras.layers
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
@@ -362,3 +363,21 @@ def test_rows_of_weights_that_a_table_cannot_tell_apart_are_refused():
     model(np.ones((1, 12), np.float32))
     with pytest.raises(ValueError, match="has two weights 'twice/same/kernel', which"):
         mw.keras.rows(model, MESH, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("row", "near"),
+    [
+        ("fnn/up/kernel", "net/block/ffn/up/kernel"),
+        ("^ffn/upp/kernel$", "net/block/ffn/up/kernel"),
+        ("query.*kernl", "net/block/attention/query/kernel"),
+        ("heads", "net/head/kernel"),
+        ("dence", "net/dense_115/kernel"),
+    ],
+)
+def test_a_row_is_compared_with_parts_of_paths(row, near):
+    layers = ("block/attention/query", "block/ffn/up", "dense_115", "head")
+    paths = [f"net/{name}/{end}" for name in layers for end in ("kernel", "bias")]
+    variables = [tf.Variable(0.0, name=path) for path in paths]
+    with pytest.raises(ValueError, match=f"matches none of .*near it is '{near}'"):
+        LayoutTable({row: []}).check(variables, "net")
