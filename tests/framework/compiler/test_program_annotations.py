@@ -107,7 +107,7 @@ def test_an_annotation_over_another_mesh_of_the_devices_is_honoured(partitioner)
         (
             DeviceMesh(("Y",), (1,)),
             MESH,
-            r"over a mesh of one device, and the program's",
+            r"over a mesh of one device, .* the program's",
         ),
         (DeviceMesh(("Y",), (2048,)), MESH, r"2046,2047.*: it splits over 2048"),
     ],
@@ -165,7 +165,7 @@ def test_no_mesh_is_that_of_the_program_that_is_traced(partitioner):
     assert program(x).sharding.shard_shape((8, 8)) == (4, 2)
     outside = tf.function(fn)
     np.testing.assert_array_equal(fn(x), outside(x))
-    with pytest.raises(LoweringError, match="mesh of one device, and the program's"):
+    with pytest.raises(LoweringError, match="mesh None where no program was traced"):
         before = outside.get_concrete_function(spec)
         compile_program(lambda x: before(x), [spec], MESH, partitioner=partitioner)
 
