@@ -401,13 +401,13 @@ def test_the_head_of_a_classifier_is_left_to_completion(partitioner, caplog):
         (64, (32, 8), ["units", "inputs"]),
         (64, (32, 32, 8), ["units", "inputs", None]),
         (20, (64, 64, 10), ["units", "inputs", None]),
+        (20, (64, 20, 10), ["units", "inputs", None]),
+        (16, (64, "halves", 16), ["units", "inputs"]),
+        (64, (10,), [None]),
         (20, (64, 64, 32, 10), ["units", "inputs", "units", "inputs"]),
         (64, (64, 64, 256), [None, None, "units"]),
         (5, (64, 256, 64, 10), ["units", "units", "inputs", None]),
         (5, (64, "doubled", 256, 128, 10), [None, "units", "inputs", None]),
-        (20, (64, 20, 10), ["units", "inputs", None]),
-        (16, (64, "halves", 16), ["units", "inputs"]),
-        (64, (10,), [None]),
     ],
 )
 def test_a_pair_of_layers_is_split_by_units_and_then_by_inputs(inputs, units, rules):
