@@ -187,7 +187,7 @@ class LayoutTable(Layout):
         """Raises ValueError, with a hint, for a row that fits no variable of `name`."""
         for pattern in self.unused(variables):
             paths = [path_of(variable) for variable in variables]
-            parts = {part: path for path in reversed(paths) for part in _parts(path)}
+            parts = {part: path for path in paths for part in _parts(path)}
             names = "/".join(re.findall(r"\w+", pattern))  # Of "^up/.*kernel$".
             near = difflib.get_close_matches(names, parts, 1)
             near = f"; near it is {parts[near[0]]!r}" if near else ""

@@ -429,7 +429,7 @@ def test_a_model_that_is_not_built_is_checked_by_fit():
     with pytest.raises(ValueError, match="unknown mesh axis 'modle'"):
         distribute(keras.Sequential(layers), MESH, {"dense": [None, "modle"]})
     model = distribute(keras.Sequential(layers), MESH, {"dence": [None, "model"]})
-    near = r"'dence' matches none.*near it is '\w+/dense/kernel'"
+    near = r"'dence' matches none.*near it is '\w+/dense_115/bias'"
     with pytest.raises(ValueError, match=near) as error:
         compiled(model).fit(X, Y, **FIT)
     assert "in user code" not in str(error.value)

@@ -371,8 +371,8 @@ def test_rows_of_weights_that_a_table_cannot_tell_apart_are_refused():
         ("fnn/up/kernel", "net/block/ffn/up/kernel"),
         ("^ffn/upp/kernel$", "net/block/ffn/up/kernel"),
         ("query.*kernl", "net/block/attention/query/kernel"),
-        ("heads", "net/head/kernel"),
-        ("dence", "net/dense_115/kernel"),
+        ("heads", "net/head/bias"),
+        ("dence", "net/dense_115/bias"),
     ],
 )
 def test_a_row_is_compared_with_parts_of_paths(row, near):
