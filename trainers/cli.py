@@ -178,8 +178,8 @@ def build_experiment(
         logging.warning("%s", text)
     if unused:
         logging.info(
-            "no effect, as later bindings of the same file, or of the command line, "
-            "replace what they are for; they can go: %s",
+            "no effect, as later lines of the same file, or later parameters, replace "
+            "what they are for; they can go: %s",
             ", ".join(unused),
         )
     return experiment, config.operative_text()
@@ -243,12 +243,26 @@ def call(
         raise
 
 
+_UNREACHED = (
+    "Aborted",
+    "FailedPrecondition",
+    "NotFound",
+    "PermissionDenied",
+    "Unauthenticated",
+    "Unavailable",
+)
+"""TensorFlow's errors on a file system that it cannot reach, or may not."""
+
+
 def _of_bucket(error: Exception) -> str:
-    """What to tell of TensorFlow's error on a path in a bucket; "" of any other."""
+    """What to tell if TensorFlow cannot reach a path in a bucket, "" otherwise."""
     tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is None or not isinstance(error, tensorflow.errors.OpError):
+    if tensorflow is None:
         return ""
-    path = re.search(r"\b[a-z][a-z0-9]*://[^\s'\"]+", error.message)
+    kinds = tuple(getattr(tensorflow.errors, f"{name}Error") for name in _UNREACHED)
+    if not isinstance(error, kinds):
+        return ""
+    path = re.search(r"\b(gs|s3|hdfs)://[^\s'\"]+", error.message)
     if path is None:
         return ""
     return (

@@ -327,7 +327,7 @@ def _shapes_text(specs: Sequence[Any]) -> str:
         f"{spec.dtype.name}[{','.join(map(str, spec.shape))}]" for spec in tensors[:4]
     ]
     more = [f"and {len(tensors) - 4} more"] if len(tensors) > 4 else []
-    return ", ".join([*texts, *more]) or "of no tensors"
+    return ", ".join([*texts, *more]) or "none of them a tensor"
 
 
 def _key(leaf: Any) -> Hashable:

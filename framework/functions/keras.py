@@ -44,7 +44,7 @@ from meshwright.framework.functions.keras_files import (
 from meshwright.framework.functions.keras_layouts import (
     data_axes_of,
     layout_of,
-    rows_of,
+    table_of,
 )
 from meshwright.framework.functions.keras_plan import (
     STEPS,
@@ -343,17 +343,16 @@ def rows(
 
     Returns:
       By a regular expression of its whole path, the mesh axes of the dims of each
-      weight that the layout decides about.
+      weight that the layout decides about. A table's rows for none are left out.
 
     Raises:
-      TypeError: see `distribute`.
-      ValueError: see `distribute`; the model is not built; or two weights of one path
-        are split otherwise.
+      TypeError: the model, mesh or axes are none that `distribute` takes.
+      ValueError: likewise, or the layout; the model is not built; or the layout treats
+        two weights of one path differently.
     """
     check_model(model)
     check_mesh(mesh, model.name)
-    axes = data_axes_of(model, mesh, layout, data_axes)
-    return rows_of(model, layout_of(model, mesh, layout, axes), mesh)
+    return table_of(model, mesh, layout, data_axes)
 
 
 def shardings(model: Any) -> dict[str, Sharding | None]:

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from meshwright.framework.functions.layout import (
     Layout,
     LayoutTable,
     Replicated,
-    note_path,
     path_of,
+    rows_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
@@ -75,29 +74,17 @@ def layout_of(
     )
 
 
-def rows_of(model: Any, layout: Layout, mesh: DeviceMesh) -> dict[str, list[Any]]:
-    """A layout's row for each weight that it decides about; see `mw.keras.rows`.
-
-    Raises:
-      ValueError: the model is not built; or weights of one path are split otherwise.
-    """
+def table_of(
+    model: Any, mesh: DeviceMesh, layout: Any, axes: Any
+) -> dict[str, list[Any]]:
+    """The rows of a layout; see `mw.keras.rows`."""
     if not is_built(model):
         raise ValueError(
             f"{model.name} has no weights yet, or not all: call it once before "
             "mw.keras.rows, as model(x[:1])"
         )
-    rows: dict[str, list[Any]] = {}
-    for weight in model.weights:
-        sharding = layout.sharding_of(note_path(weight), mesh)
-        if sharding is None:
-            continue
-        row = [list(d) if d[1:] else d[0] if d else None for d in sharding.dims]
-        if rows.setdefault(f"^{re.escape(weight.path)}$", row) != row:
-            raise ValueError(
-                f"{model.name} has two weights {weight.path!r}, which the layout "
-                "splits otherwise, and a row is for both: give their layers names"
-            )
-    return rows
+    made = layout_of(model, mesh, layout, data_axes_of(model, mesh, layout, axes))
+    return rows_of(model.weights, made, mesh, model.name)
 
 
 def data_axes_of(
@@ -198,9 +185,9 @@ class TensorParallel(Layout):
             )
         if product.units and product.units == product.inputs:
             return (
-                f"{nothing}, as its layer has as many units as inputs, and does not "
-                "come right after one that is split by units: a table with a row for "
-                "it can split it"
+                f"{nothing}, as its layer has as many units as inputs, and is not the "
+                "next in its parent after one that is split by units: a table with a "
+                "row for it can split it"
             )
         if 0 < product.inputs < product.units:
             return (
@@ -286,7 +273,9 @@ class Planned(Layout):
         """The sharding of a variable; None where completion decides."""
         del mesh  # The plan's.
         dims = self._dims.get(id(variable))
-        return dims and self.plan.weight_sharding(dims, path_of(variable))
+        if dims is None:
+            return None
+        return self.plan.weight_sharding(dims, path_of(variable))
 
     def reason(self, variable: tf.Variable, mesh: DeviceMesh) -> str:
         """The names of its dims, by which the plan splits it."""
@@ -360,7 +349,7 @@ def split_weights(model: Any) -> list[SplitWeight]:
 
     Layers are in the order in which their parents hold them. One takes the units of the
     last before it that makes as many as it has inputs, or twice as many, as for a gate
-    and its input together.
+    and its input together; and of those right beside that one which make as many.
     """
     layers = list(_inner_layers(model))
     weights = [
@@ -375,7 +364,9 @@ def split_weights(model: Any) -> list[SplitWeight]:
     for number, (_, product) in enumerate(products):
         wanted = (product.inputs, 2 * product.inputs)
         makers = [i for i in range(number) if products[i][1].units in wanted]
-        by_units = [*itertools.takewhile(lambda i: _by_units(splits[i]), makers[::-1])]
+        split_makers = itertools.takewhile(lambda i: _by_units(splits[i]), makers[::-1])
+        # A gate has another layer right beside it.
+        by_units = [m for i, m in enumerate(split_makers) if m == makers[-1] - i]
         split = product.split(
             takes_units=bool(by_units),
             is_second=number - 1 in by_units
@@ -383,7 +374,7 @@ def split_weights(model: Any) -> list[SplitWeight]:
             is_first=number + 1 < len(products)
             and _are_a_pair(products[number], products[number + 1]),
         )
-        taken.update(by_units)  # All of them: a gate has another layer beside it.
+        taken.update(by_units)
         splits.append(split)
     for number, split in enumerate(splits):
         if split and (split.rule is not SplitRule.UNITS or number in taken):

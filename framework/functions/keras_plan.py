@@ -217,14 +217,14 @@ def as_of_fit(model: Any, method: str, data: Any) -> Any:
 
     So both run one program. A step of the user's may tell the two apart.
     """
+    if not isinstance(data, tuple) or len(data) != 3 or data[2] is not None:
+        return data  # With weights and no `y`, Keras's packing would lose them.
     import keras
 
     is_own = getattr(getattr(model, method), "__func__", None) is not getattr(
         keras.Model, method
     )
-    if is_own or not isinstance(data, tuple) or len(data) != 3:
-        return data
-    return keras.utils.pack_x_y_sample_weight(*data)
+    return data if is_own else keras.utils.pack_x_y_sample_weight(*data[:2])
 
 
 def returned(model: Any, method: str, data: Any) -> Any:

@@ -310,6 +310,33 @@ class FullySharded(Layout):
         return 'the layout "fsdp", which pads the largest dim, as its axes divide none'
 
 
+def rows_of(
+    weights: Iterable[Any], layout: Layout, mesh: DeviceMesh, owner: str
+) -> dict[str, list[Any]]:
+    """A layout's row for each weight that it decides about; see `mw.keras.rows`.
+
+    Args:
+      weights: of Keras.
+      layout: the layout.
+      mesh: the device mesh.
+      owner: of the weights, for messages.
+
+    Raises:
+      ValueError: the layout treats weights of one path differently, or refuses one.
+    """
+    rows: dict[str, list[Any] | None] = {}
+    for weight in weights:
+        sharding, row = layout.sharding_of(note_path(weight), mesh), None
+        if sharding is not None:
+            row = [list(d) if d[1:] else d[0] if d else None for d in sharding.dims]
+        if rows.setdefault(f"^{re.escape(weight.path)}$", row) != row:
+            raise ValueError(
+                f"{owner} has two weights {weight.path!r}, which the layout treats "
+                "differently, and a row is for both: give their layers names"
+            )
+    return {path: row for path, row in rows.items() if row is not None}
+
+
 def layout_notes(
     layout: Layout,
     mesh: DeviceMesh,

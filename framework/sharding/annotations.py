@@ -22,6 +22,7 @@ TYPED = "typed"
 _NOTED = "_meshwright_shardings"
 _UNREDUCED_GRADIENTS = contextvars.ContextVar("unreduced_gradients", default=())
 _SIZES_OF = contextvars.ContextVar[DeviceMesh | None]("sizes_of", default=None)
+_ONE = DeviceMesh(("one",), (1,))
 # Lets a program for more devices detect an annotation for one.
 _ONE_DEVICE = xla_data_pb2.OpSharding(
     type=xla_data_pb2.OpSharding.MAXIMAL,
@@ -156,6 +157,8 @@ def mesh_split(
     if device_mesh is None:
         device_mesh = traced_mesh()
         if device_mesh is None:
+            # Of what names axes only the number of dims is known to be right.
+            checked_sharding("mesh_split", tensor, _ONE, [None] * len(dims_mapping))
             return annotate_serialized(tensor, _ONE_DEVICE.SerializeToString())
     sharding = checked_sharding(
         "mesh_split",

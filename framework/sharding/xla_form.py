@@ -260,9 +260,9 @@ def _of_one_device(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
     """The sharding of an annotation over a mesh of one device."""
     if mesh.size > 1:
         raise ValueError(
-            "it is over a mesh of one device, or of the mesh None where no program was "
-            f"traced, and the program's ({mesh}) has {mesh.size}: give the plan, or "
-            "the annotation, the program's mesh"
+            "it is over a mesh of one device, or of the mesh None in a function that "
+            f"was traced before, outside of programs, and the program's ({mesh}) has "
+            f"{mesh.size}: give the plan, or the annotation, the program's mesh"
         )
     return _fields(mesh, dims=((),) * rank)
 

@@ -269,7 +269,7 @@ class TranslationDecoding(Decoding):
 
         References are spelled as by the vocabulary, in Unicode's NFKC.
         """
-        pairs = self.task.text.files.pairs(Split.HELD_OUT)
+        pairs = self.task.text.given_files().pairs(Split.HELD_OUT)
         vocabulary = self.task.text.trained_vocabulary()
         translated = [
             Translated(

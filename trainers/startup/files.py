@@ -69,7 +69,8 @@ def check_saved(flag: flags.FlagHolder) -> None:
     if not folder.is_dir():
         there = ""
         if runs := sorted(each.parent.name for each in run.glob("*/checkpoints")):
-            there = f"; runs in {run}: {', '.join(runs[:_MOST_NAMED])}"
+            more = ", ..." if runs[_MOST_NAMED:] else ""
+            there = f"; runs in {run}: {', '.join(runs[:_MOST_NAMED])}{more}"
         elif (
             list(run.glob("checkpoint_*/checkpoint")) or (run / "checkpoint").is_file()
         ):
@@ -95,8 +96,8 @@ def writable(folder: pathlib.Path) -> str:
 def leaving_none_empty(path: str) -> Iterator[None]:
     """A context in which a folder may be made: at the end it is gone if it is empty.
 
-    So are folders above it that were not there before. A folder that is not on a disk,
-    such as `gs://...`, is not looked at.
+    So are folders above it that were not there before, whoever made them since. A
+    folder that is not on a disk, such as `gs://...`, is not looked at.
     """
     folder = pathlib.Path(path).expanduser().absolute()
     folders = [] if "://" in path else [folder, *folder.parents]

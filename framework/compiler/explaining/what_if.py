@@ -215,8 +215,8 @@ def _kept(
         stay = "1 argument stays" if count == 1 else f"{count} arguments stay"
         yield (
             f"{stay} as {program} keeps {'it' if count == 1 else 'them'}: ask with "
-            "None for one to have it completed anew; of a Keras model all are in the "
-            "first program after mw.keras.distribute"
+            "None for one to have it completed anew; of a Keras model, ask the first "
+            "program after mw.keras.distribute, which keeps none"
         )
     if are_sharded:
         yield (

@@ -93,7 +93,7 @@ class UpdateReport:
             largest = max(self.lines, key=lambda line: math.prod(line.shape))
             return (
                 f"{what} not used; each device along {axes} makes all {count} updates\n"
-                f"  for the largest, {largest.names[0]}: {largest.why}"
+                f"  (for the largest, {largest.names[0]}: {largest.why})"
             )
         return (
             f"{what} {len(self.sharded)} of {count} updates repeated along {axes}, "

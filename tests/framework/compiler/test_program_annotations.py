@@ -165,9 +165,13 @@ def test_no_mesh_is_that_of_the_program_that_is_traced(partitioner):
     assert program(x).sharding.shard_shape((8, 8)) == (4, 2)
     outside = tf.function(fn)
     np.testing.assert_array_equal(fn(x), outside(x))
-    with pytest.raises(LoweringError, match="mesh None where no program was traced"):
-        before = outside.get_concrete_function(spec)
-        compile_program(lambda x: before(x), [spec], MESH, partitioner=partitioner)
+    with pytest.raises(ValueError, match="is of rank 1, and the tensor of rank 2"):
+        mesh_split(x, None, ["X"])
+    for before in outside, outside.get_concrete_function(spec):
+        with pytest.raises(LoweringError, match="None in a function that was traced"):
+            compile_program(
+                lambda x, fn=before: fn(x), [spec], MESH, partitioner=partitioner
+            )
 
 
 @over_partitioners

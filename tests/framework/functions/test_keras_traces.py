@@ -191,3 +191,30 @@ def test_a_batch_alone_runs_the_program_of_fit():
         model, ours = trained(kind, lambda m: mw.keras.distribute(m, MESH))
         np.testing.assert_allclose(ours, trained(kind)[1], rtol=1e-5)
         assert len(model.train_function.step._compiled) == 2  # One has weights.
+
+
+class WeightOfRows(keras.Model):
+    """Has a loss without targets, by the weights of rows."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        assert y is None
+        return keras.ops.mean(y_pred[:, 0] * sample_weight)
+
+
+@pytest.mark.parametrize("how", ["batch", "dataset"])
+def test_weights_of_rows_without_targets_are_kept(how):
+    x, weights = np.ones((8, 4), np.float32), np.arange(8, dtype=np.float32)
+
+    def loss(change=lambda model: model):
+        given = keras.Input((4,))
+        head = keras.layers.Dense(2, kernel_initializer="ones")
+        model = change(WeightOfRows(given, head(given)))
+        model.compile("sgd", jit_compile=True)
+        if how == "batch":
+            return model.train_on_batch(x, None, weights)
+        data = tf.data.Dataset.from_tensors((x, None, weights))
+        return model.fit(data, verbose=0).history["loss"][0]
+
+    ours = loss(lambda model: mw.keras.distribute(model, MESH))
+    np.testing.assert_allclose(ours, loss(), rtol=1e-6)
+    assert ours > 10

@@ -172,7 +172,7 @@ def test_that_no_update_is_sharded_is_said_with_a_reason():
     report = UpdateReport(mode="auto", data_axes=("X",), lines=left)
     assert report.summary() == (
         "weight-update sharding (auto): not used; each device along X makes all 2 "
-        "updates\n  for the largest, theta.b: a reason"
+        "updates\n  (for the largest, theta.b: a reason)"
     )
     sharded = line("theta.c", (3,), "")
     report = dataclasses.replace(report, lines=(*left, sharded))

@@ -189,6 +189,12 @@ def test_a_bucket_that_cannot_be_reached_is_a_line_with_a_remedy(tmp_path, monke
     assert f"{message}and the rights" in error and f"no host {where}\n" in error
     with pytest.raises(tf.errors.FailedPreconditionError):
         call_main(tmp_path / "run", start, source, traceback="true")
+    where = (
+        "see https://www.tensorflow.org/guide"
+        # Of another error nothing is hidden.
+    )
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no host"):
+        call_main(tmp_path / "run", start, source)
 
 
 def test_traceback_on_demand(tmp_path):

@@ -25,7 +25,7 @@ _MACROS = {
 _SEQIO = (
     "of seqio: here the task's input reads files, or what functions of yours return as "
     "a tf.data.Dataset, by Translation.text = @PairDataset() or LanguageModel.text = "
-    "@TokenDataset(); docs/examples/my_pairs.py reads a seqio task"
+    "@TokenDataset(); docs/examples/my_pairs.py shows where a seqio task goes"
 )
 _MACROS_IN_WORDS = {
     "CHECKPOINT_PATH": (
@@ -215,7 +215,7 @@ def of_package(name: str) -> str:
     """
     if re.split(r"[./]", name)[0] not in _PACKAGES:
         return ""
-    return f"\n  {PAGE} says what stands here for what T5X's gin files name."
+    return f"\n  {PAGE} lists what replaces the names in T5X's gin files."
 
 
 def _quoted(text: str) -> str:

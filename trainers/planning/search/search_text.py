@@ -163,8 +163,8 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         yield from (f"    {line}" for line in table_text(best.tables))
     if idle := _idle_axes(shown[0].promising.candidate):
         yield from _wrapped(
-            f"The fastest splits nothing over mesh axis {', '.join(idle)}: devices "
-            "along it repeat each other's work."
+            f"The fastest splits nothing over {', '.join(idle)} of the mesh, where "
+            "devices repeat each other's work."
         )
     yield from _by_propagation(outcome)
     for row in outcome.refused:

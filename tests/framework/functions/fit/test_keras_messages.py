@@ -306,6 +306,9 @@ def test_an_id_beyond_the_rows_reads_the_last_one_unless_it_is_checked():
     checked.predict(np.minimum(ids, 15), verbose=0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="no such word"):
         checked.predict(ids, verbose=0)
+    checked.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no such word"):
+        checked.fit(ids, np.zeros((8, 2, 4)), verbose=0)
 
 
 class Twice(keras.Model):
@@ -356,13 +359,39 @@ def test_the_rows_of_a_layout_split_as_the_layout_does():
     assert one["^rowed/up/kernel$"] == [None, "data"]
 
 
+class Scaled(LAYERS.Layer):
+    """Has a scalar weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), name="scale")
+
+    def call(self, x):
+        return x * self.scale
+
+
+def test_the_rows_of_a_plan_are_those_of_weights_with_dims():
+    layers = [LAYERS.Input((8,)), LAYERS.Dense(16, name="up"), Scaled(name="scaled")]
+    model = keras.Sequential([*layers, LAYERS.Dense(8, name="down")], name="planned")
+    plan = mw.ShardingPlan(
+        mesh_axes=MESH.axis_names,
+        mesh_shape=MESH.shape,
+        weights={"tensor": "model"},
+        activations={"batch": "data"},
+    )
+    rows = mw.keras.rows(model, MESH, plan)
+    assert rows["^planned/up/kernel$"] == [None, "model"]
+    assert mw.keras.distribute(model, MESH, rows) is model
+
+
 def test_rows_of_weights_that_a_table_cannot_tell_apart_are_refused():
     model = Twice()
     with pytest.raises(ValueError, match="twice has no weights yet, or not all: call"):
         mw.keras.rows(model, MESH, "fsdp")
     model(np.ones((1, 12), np.float32))
-    with pytest.raises(ValueError, match="has two weights 'twice/same/kernel', which"):
-        mw.keras.rows(model, MESH, "fsdp")
+    message = "has two weights 'twice/same/kernel', which"
+    for layout in ("fsdp", "tensor"):  # "tensor" leaves the second to completion.
+        with pytest.raises(ValueError, match=message):
+            mw.keras.rows(model, MESH, layout)
 
 
 @pytest.mark.parametrize(

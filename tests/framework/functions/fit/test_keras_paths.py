@@ -404,6 +404,7 @@ def test_the_head_of_a_classifier_is_left_to_completion(partitioner, caplog):
         (20, (64, 20, 10), ["units", "inputs", None]),
         (16, (64, "halves", 16), ["units", "inputs"]),
         (64, (10,), [None]),
+        (64, (64, 64, 10), [None, None, None]),
         (20, (64, 64, 32, 10), ["units", "inputs", "units", "inputs"]),
         (64, (64, 64, 256), [None, None, "units"]),
         (5, (64, 256, 64, 10), ["units", "units", "inputs", None]),

@@ -240,6 +240,8 @@ def test_what_stays_as_it_is_is_noted():
     assert note.startswith("1 argument stays as first keeps it: ask with None for one")
     for asked in [None, "X"], None:
         assert not mw.what_if(later, {"w": asked}).notes
+    anew = named(mw.what_if(later, {"w": None}).tensors, "argument 1.w")
+    assert (anew.before.sharding, anew.after.sharding) == ("[_,Y]", "[_,_]")
 
 
 def of_state(dims):

@@ -230,7 +230,7 @@ def test_a_winner_that_leaves_a_mesh_axis_idle_says_so(small):
     row = dataclasses.replace(row, promising=scored)
     changed = dataclasses.replace(found, ranked=(row, *others))
     text = " ".join(search_text.table(small, changed).split())
-    assert "splits nothing over mesh axis Y (2): devices along it repeat" in text
+    assert "splits nothing over Y (2) of the mesh, where devices repeat" in text
 
 
 @pytest.mark.parametrize("changed", ["off", "g256", "g256 auto"])

@@ -16,6 +16,7 @@ from meshwright.framework.compiler.stablehlo.shardy.named_module import NamedMod
 from meshwright.framework.compiler.stablehlo.shardy.named_products import (
     named_products,
 )
+from meshwright.framework.compiler.stablehlo.stable_hlo import is_annotation, walk
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.planning.search.found.named_step import (
@@ -38,6 +39,16 @@ def names_by_path(path: str, spec: tf.TensorSpec) -> list[str]:
     """The same for leaves of equal shapes whose paths differ in numbers alone."""
     shape = "x".join(map(str, spec.shape))
     return [f"{_NUMBER.sub('', path)} {shape}:{dim}" for dim in range(spec.shape.rank)]
+
+
+def _refuse_annotations(module: Module) -> None:
+    for op in walk(module.operation):
+        if is_annotation(op):
+            raise module.blame.error(
+                op,
+                "is annotated, and a search has meshes of its own: leave annotations "
+                "out of what it searches, and put them back afterwards",
+            )
 
 
 class NamedFunction:
@@ -86,6 +97,7 @@ class NamedFunction:
         _check_alike(specs, tf.nest.flatten(self.results), results_like)
         module = Module(lowered, mesh)
         with module.opened():
+            _refuse_annotations(module)
             simplify(module)
         program = NamedModule(
             module, split, [*split[:results_like], *[None] * (results - results_like)]

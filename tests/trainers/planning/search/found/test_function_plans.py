@@ -116,9 +116,10 @@ def test_a_keras_model_is_searched_by_its_stateless_call():
     assert found.leaves[-1].splits()[0] == 8
 
 
-def test_annotations_of_another_mesh_are_refused():
-    mesh = DeviceMesh(("X",), (8,))
-    with pytest.raises(LoweringError, match="mesh"):
+@pytest.mark.parametrize("mesh", [DeviceMesh(("X",), (8,)), None])
+def test_annotations_are_refused(mesh):
+    message = "is annotated, and a search has meshes of its own: leave annotations out"
+    with pytest.raises(LoweringError, match=message):
         search(
             lambda x: mesh_split(x + 1, mesh, ["X"]), [tf.TensorSpec([64])], "v3:2x2"
         )
