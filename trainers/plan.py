@@ -118,8 +118,8 @@ def _guarded(argv: list[str]) -> int | None:
     if topology is None or search_flags.SEARCH.value:  # Which has its own processes.
         return main(argv)
     advice = (
-        f"a fault of the compiler for {topology}, if nobody ended it. Another mesh "
-        "shape, by --gin_param='MESH_SHAPE = ...', "
+        f"a fault of the compiler for {topology}, if nobody ended it. Another kind of "
+        "TPU, another mesh shape, by --gin_param='MESH_SHAPE = ...', "
         "--gin_param='Experiment.weight_update_sharding = \"off\"', or, for a task of "
         "Repeat, --gin_param='Repeat.recompute = %Recompute.NOTHING' may avoid it"
     )

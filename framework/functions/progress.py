@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -12,6 +13,7 @@ from absl import logging
 
 SILENT_SECONDS = 5.0
 """A program that is made in less time is not spoken of."""
+_AGAIN_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -21,11 +23,12 @@ def told_if_long(name: str) -> Iterator[Callable[[str], None]]:
     Process 0 alone speaks, and only where warnings are shown.
     """
     lock, is_late, stage = threading.Lock(), False, ""
+    start, is_made = time.monotonic(), threading.Event()
 
-    def say() -> None:
+    def say(so_far: str = "") -> None:
         is_shown = logging.get_verbosity() >= logging.WARNING
         if stage and is_shown and jax.process_index() == 0:
-            print(f"{name}: {stage} ...", file=sys.stderr, flush=True)
+            print(f"{name}: {stage} ...{so_far}", file=sys.stderr, flush=True)
 
     def begin(what: str) -> None:
         nonlocal stage
@@ -34,16 +37,19 @@ def told_if_long(name: str) -> Iterator[Callable[[str], None]]:
             if is_late:
                 say()
 
-    def late() -> None:
+    def watch() -> None:
         nonlocal is_late
+        if is_made.wait(SILENT_SECONDS):
+            return
         with lock:
             is_late = True
             say()
+        while not is_made.wait(_AGAIN_SECONDS):
+            with lock:
+                say(f" {round((time.monotonic() - start) / 60)} min so far")
 
-    timer = threading.Timer(SILENT_SECONDS, late)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield begin
     finally:
-        timer.cancel()
+        is_made.set()

@@ -37,6 +37,7 @@ from meshwright.trainers.checkpoints.checkpoint_progress import (
     bytes_read,
     bytes_written,
 )
+from meshwright.trainers.startup.files import runs_near
 
 log = logging.getLogger("absl")
 
@@ -360,7 +361,7 @@ class Checkpoints:
     def _none(self) -> CheckpointError:
         return CheckpointError(
             f"there is no checkpoint in {self._directory}: name the folder of a run "
-            "that has saved one, or train first"
+            f"that has saved one, or train first{runs_near(self._directory)}"
         )
 
     def _verified_read(self, step: int, read: Callable[[int], T]) -> T:

@@ -222,14 +222,15 @@ def check_all_operative() -> list[str]:
     Returns:
       The names of bindings without effect that were set aside, see `load`, by another
       of the same file, or both of the command line. Of an included file they are
-      defaults, which it is usual to replace.
+      defaults, which it is usual to replace; and macros may serve other files.
 
     Raises:
       ConfigError: another binding has no effect; the message says why, and the remedy.
     """
     unused = [bound for bound in bindings() if _why_inoperative(bound)]
     _refuse([bound for bound in unused if bound.key not in _set_aside])
-    return [key_text(bound.key) for bound in unused if _set_aside[bound.key]]
+    aside = [key_text(bound.key) for bound in unused if _set_aside[bound.key]]
+    return [name for name in aside if "." in name]
 
 
 def bound_parameters(name: str) -> set[str]:

@@ -8,8 +8,11 @@ import tempfile
 from collections.abc import Iterator
 
 from absl import flags
+from etils import epath
 
 _MOST_NAMED = 5
+_CHECKPOINTS = "checkpoints"
+"""The folder of a run with a folder for each step."""
 
 
 def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
@@ -64,22 +67,34 @@ def check_saved(flag: flags.FlagHolder) -> None:
     """
     if flag.value is None or "://" in flag.value:
         return
-    run = pathlib.Path(flag.value).expanduser().absolute()
-    folder = run / "checkpoints"
+    folder = pathlib.Path(flag.value).expanduser().absolute() / _CHECKPOINTS
     if not folder.is_dir():
-        there = ""
-        if runs := sorted(each.parent.name for each in run.glob("*/checkpoints")):
-            more = ", ..." if runs[_MOST_NAMED:] else ""
-            there = f"; runs in {run}: {', '.join(runs[:_MOST_NAMED])}{more}"
-        elif (
-            list(run.glob("checkpoint_*/checkpoint")) or (run / "checkpoint").is_file()
-        ):
-            there = f"; {run} has checkpoints of T5X or TensorFlow, to start from by "
-            there += "InitializeFrom as far as they are read"
         raise ValueError(
             f"there is no checkpoint in {folder}: name the folder of a run that has "
-            f"saved one by --{flag.name}, or train first{there}"
+            f"saved one by --{flag.name}, or train first{runs_near(folder)}"
         )
+
+
+def runs_near(folder: epath.PathLike) -> str:
+    """What to add to a message on a folder without checkpoints: what may be meant.
+
+    That is the run of which the folder is a part, or runs in it; "" if there are none.
+    """
+    path = epath.Path(folder)
+    path = path.parent if path.name == _CHECKPOINTS else path
+    if path.name == _CHECKPOINTS:
+        return f"; the run's own folder is {path.parent}"
+    if path.name.isdigit() and path.parent.name == _CHECKPOINTS and path.exists():
+        return f"; it is step {path.name} of the run {path.parent.parent}"
+    if runs := sorted(each.parent.name for each in path.glob(f"*/{_CHECKPOINTS}")):
+        more = ", ..." if runs[_MOST_NAMED:] else ""
+        return f"; runs in {path}: {', '.join(runs[:_MOST_NAMED])}{more}"
+    if list(path.glob("checkpoint_*/checkpoint")) or (path / "checkpoint").is_file():
+        return (
+            f"; {path} has checkpoints of T5X or TensorFlow, to start from by "
+            "InitializeFrom as far as they are read"
+        )
+    return ""
 
 
 def writable(folder: pathlib.Path) -> str:

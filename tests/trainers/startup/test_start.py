@@ -113,12 +113,12 @@ def test_help_needs_no_tensorflow(name):
         (
             "train",
             ["--gin_file=t5x/examples/t5/base.gin", "--model_dir=x"],
-            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md says what st",
+            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md lists what re",
         ),
         (
             "train",
             [TINY, "--model_dir=x", "--gin_param=include 't5x/examples/base.gin'"],
-            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md says what st",
+            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md lists what re",
         ),
         (
             "train",
@@ -259,11 +259,14 @@ def test_what_is_mistyped_is_said_without_tensorflow(name, arguments, message):
 
 
 def test_what_is_there_in_place_of_a_run_to_evaluate_is_named(tmp_path):
-    (tmp_path / "logs/second/checkpoints").mkdir(parents=True)
+    (tmp_path / "logs/second/checkpoints/300").mkdir(parents=True)
+    second = f"{tmp_path}/logs/second"
     (tmp_path / "t5x/checkpoint_10").mkdir(parents=True)
     (tmp_path / "t5x/checkpoint_10/checkpoint").touch()
     for name, message in (
         ("logs", f"train first; runs in {tmp_path}/logs: second\n"),
+        ("logs/second/checkpoints", f"first; the run's own folder is {second}\n"),
+        ("logs/second/checkpoints/300", f"it is step 300 of the run {second}\n"),
         ("t5x", f"{tmp_path}/t5x has checkpoints of T5X or TensorFlow, to start from"),
     ):
         done = call("train", TINY, f"--model_dir={tmp_path / name}", "--mode=eval")

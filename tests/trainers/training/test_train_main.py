@@ -153,6 +153,10 @@ def test_weights_to_start_from_that_are_not_there(tmp_path, monkeypatch):
         (tmp_path / "empty").mkdir()
         start[1] = f"InitializeFrom.checkpoint = '{tmp_path}/empty'"
         empty = error_of(tmp_path / "run", *start)
+        (tmp_path / "other/checkpoints/300").mkdir(parents=True)
+        start[1] = f"InitializeFrom.checkpoint = '{tmp_path}/other/checkpoints/300'"
+        step = error_of(tmp_path / "run", *start)
+    assert f"train first; it is step 300 of the run {tmp_path}/other\n" in step
     assert (
         f"{tmp_path} is a folder of checkpoints of T5X (checkpoint_30), each" in above
     )

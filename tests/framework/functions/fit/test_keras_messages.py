@@ -41,6 +41,7 @@ def test_rows_that_devices_do_not_divide_are_told_once(partitioner, caplog):
 def test_a_long_start_is_told_and_arrays_are_read_without_tuning(monkeypatch, capfd):
     """TF's thread that tunes a pipeline may let `fit` end a minute late."""
     monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_AGAIN_SECONDS", 0.02)
     model, x, y = words(16)
     mw.keras.distribute(model, MESH)
     run, tuned = dict.fromkeys(("train", "test")), []
@@ -61,7 +62,8 @@ def test_a_long_start_is_told_and_arrays_are_read_without_tuning(monkeypatch, ca
     stderr = capfd.readouterr().err
     of = "int64[16,5], int64[16] ..."
     assert f"train_step: tracing, once for each shape of its arguments, {of}" in stderr
-    assert f"train_step: compiling for the mesh (data=2, model=4), {of}" in stderr
+    compiling = f"train_step: compiling for the mesh (data=2, model=4), {of}"
+    assert compiling in stderr and f"{compiling} 0 min so far" in stderr
     program = mw.function(lambda *x: x[0], MESH, name="one")
     program.program(*[tf.TensorSpec([n, 2]) for n in range(5)])
     of = ", ".join(f"float32[{n},2]" for n in range(4))
