@@ -290,11 +290,11 @@ def test_a_file_that_imports_is_left_to_the_real_check(tmp_path):
         ),
         (
             "import t5x.models",
-            "No module named 't5x'.*praxis.md says what",
+            "No module named 't5x'.*praxis.md lists what",
         ),
         (
             "from seqio import vocabularies",
-            "No module named 'seqio'.*praxis.md says what",
+            "No module named 'seqio'.*praxis.md lists what",
         ),
     ],
 )
