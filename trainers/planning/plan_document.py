@@ -270,7 +270,7 @@ def _weight_updates(report: CompileReport) -> dict[str, Any] | None:
     if updates is None:
         return None
     return {
-        "summary": updates.summary(),
+        "summary": " ".join(updates.summary().split()),
         "mode": updates.mode,
         "data_axes": list(updates.data_axes),
         "lines": [
