@@ -113,12 +113,12 @@ def test_help_needs_no_tensorflow(name):
         (
             "train",
             ["--gin_file=t5x/examples/t5/base.gin", "--model_dir=x"],
-            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md lists what re",
+            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md lists what",
         ),
         (
             "train",
             [TINY, "--model_dir=x", "--gin_param=include 't5x/examples/base.gin'"],
-            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md lists what re",
+            "no gin file 't5x/.*\n  docs/coming_from/lingvo_t5x_praxis.md lists what",
         ),
         (
             "train",
