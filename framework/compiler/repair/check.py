@@ -36,9 +36,11 @@ from meshwright.framework.compiler.repair.table.patterns import (
     CONCATENATE,
     FOURIER,
     PRODUCTS,
+    REDUCE,
     RESHAPE,
     SLICE,
     STEPPED,
+    combines_otherwise,
     is_of_roll,
     is_roll,
     may_cut_no_shard,
@@ -237,6 +239,8 @@ def _is_guarded(op) -> bool:
         return False
     if op.name == CONCATENATE:
         return is_roll(op)
+    if op.name == REDUCE:
+        return combines_otherwise(op)
     if op.name == RESHAPE:
         before, after = shape_of(reshaped(op)), shape_of(op.results[0])
         return merges_after_one(before, after) or bool(shrunk_dims(before, after))

@@ -52,6 +52,38 @@ def reduce_flags(draw):
 
 
 @operator
+def reduce_by_another(draw):
+    """By XLA's own reduce, and functions that its collectives do not have."""
+    shape = shape_of(draw)
+    name = draw(st.sampled_from(["larger", "exclusive or", "all bits", "sum"]))
+    dims = sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1)))
+    dtype = "float32" if name in ("larger", "sum") else "int32"
+    return Use(
+        f"reduced(x, {dims}, {name!r})",
+        {"x": Input(shape, dtype=dtype)},
+        eager=False,
+        formats=(),
+        differentiable=False,
+    )
+
+
+@operator
+def largest(draw):
+    """By `approx_max_k`: all of them, one of which is a reduction, or their places."""
+    shape = shape_of(draw)
+    dim = dim_of(draw, shape)
+    k = draw(st.sampled_from([1, shape[dim]]))
+    part = draw(st.sampled_from(["[0]", "[1]", ""]))
+    return of_shape(
+        f"tf.math.approx_max_k(x, {k}, {dim}, 1.0){part}",
+        shape,
+        eager=False,
+        formats=(),
+        differentiable=False,
+    )
+
+
+@operator
 def moments(draw):
     shape = shape_of(draw)
     dims = sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1)))

@@ -38,13 +38,10 @@ def pairs_sorted(keys, values):
 
 def window_reduced(x, window, strides, dilations, padding, name):
     """XLA's own reduce-window, which TF has no name for; `name` one of `_REDUCERS`."""
-    reduce, start = _REDUCERS[name]
-    computation = tf.function(reduce).get_concrete_function(
-        *[tf.TensorSpec([], x.dtype)] * 2
-    )
+    start, computation = _reducer(name, x.dtype)
     reduced = xla.reduce_window(
         x,
-        tf.constant(start, x.dtype),
+        start,
         reducer=computation,
         window_dimensions=window,
         window_strides=strides,
@@ -57,10 +54,28 @@ def window_reduced(x, window, strides, dilations, padding, name):
     )
 
 
+def reduced(x, dims, name):
+    """XLA's own reduce, likewise."""
+    start, computation = _reducer(name, x.dtype)
+    left = [n for dim, n in enumerate(x.shape) if dim not in dims]
+    return tf.ensure_shape(xla.reduce(x, start, dims, computation), left)
+
+
+def _reducer(name, dtype):
+    """The value that a reduction starts from, and its function of two numbers."""
+    reduce, start = _REDUCERS[name]
+    specs = [tf.TensorSpec([], dtype)] * 2
+    computation = tf.function(reduce, autograph=False).get_concrete_function(*specs)
+    return tf.constant(start, dtype), computation
+
+
 _REDUCERS = {
     "product": (lambda a, b: a * b, 1),
     "sum": (lambda a, b: a + b, 0),
     "minimum": (tf.minimum, 9),
+    "larger": (lambda a, b: tf.where(a > b, a, b), -99),
+    "exclusive or": (tf.bitwise.bitwise_xor, 0),
+    "all bits": (tf.bitwise.bitwise_and, -1),
     "furthest": (lambda a, b: tf.where(tf.abs(a) > tf.abs(b), a, b), 0),
 }
 
@@ -166,6 +181,7 @@ NAMES = {
     "sliced": sliced,
     "written": written,
     "pairs_sorted": pairs_sorted,
+    "reduced": reduced,
     "window_reduced": window_reduced,
     "repeat": repeat,
     "changing": changing,

@@ -153,6 +153,35 @@ FAULTS = (
             "https://github.com/jax-ml/jax/issues/39291",
         ),
     ),
+    Fault(
+        name="reduction by another function",
+        what="is a reduction along a split dim by another function than a sum, a "
+        "product, a maximum or a minimum",
+        more="of one tensor, or of several of which one alone is used",
+        ops=(patterns.REDUCE,),
+        choose=evenly(patterns.reduced_across_shards, _PARALLEL),
+        repair="the dim is not split",
+        smallest={
+            "exclusive_or_of_a_split_dim": Smallest(
+                Outcome.REFUSED,
+                """
+                program: reduced(x, [0], 'exclusive or')  on mesh (X=2)
+                  with eager=False, differentiable=False
+                  x: int32 [2], arrives [_], annotated [X]
+                  result: [], annotated None, leaves []
+                """,
+            ),
+            "largest_without_its_place": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.math.approx_max_k(x, 1)[0]  on mesh (X=2)
+                  with eager=False, differentiable=False
+                  x: float32 [2], arrives [_], annotated [X]
+                  result: [1], annotated None, leaves [_]
+                """,
+            ),
+        },
+    ),
     *WINDOW_FAULTS,
     Fault(
         name="regrouped product",

@@ -20,7 +20,9 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     PREFIX,
     call_target,
+    element_type,
     is_annotation,
+    reduced_dims,
     shape_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -31,6 +33,10 @@ STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 FOURIER, RESHAPE = "stablehlo.fft", "stablehlo.reshape"
+REDUCE = "stablehlo.reduce"
+# The functions that collectives of every backend have; the latter of booleans only.
+_COLLECTIVES = {f"stablehlo.{n}" for n in ("add", "multiply", "maximum", "minimum")}
+_OF_FLAGS = {"stablehlo.and", "stablehlo.or"}
 
 
 def stepped_dims(op) -> list[int]:
@@ -411,3 +417,43 @@ def is_in_order(mesh: DeviceMesh, axes: Iterable[str]) -> bool:
     """Whether axes that split a dim are in the order of the mesh's axes."""
     strides = [mesh.stride(axis) for axis in axes]
     return strides == sorted(strides, reverse=True)
+
+
+def combines_otherwise(op) -> bool:
+    """Whether XLA reduces one tensor, by a function that no collective has.
+
+    XLA drops tensors that no result in use depends on. If several are left, it gathers
+    what each device has reduced, and reduces that; else it needs a collective.
+    """
+    (block,) = op.regions[0].blocks
+    *inner, end = (each.operation for each in block.operations)
+    used = [i for i, result in enumerate(op.results) if any(True for _ in result.uses)]
+    arguments = {
+        argument.arg_number % len(op.results)
+        for i in used
+        for argument in _arguments(end.operands[i])
+    }
+    if len(arguments | set(used)) != 1:
+        return False
+    if len(op.results) > 1 or len(inner) != 1:
+        return True
+    is_flag = element_type(op.results[0]) == ir.IntegerType.get_signless(1)
+    common = _COLLECTIVES | _OF_FLAGS if is_flag else _COLLECTIVES
+    return inner[0].name not in common or set(inner[0].operands) != set(block.arguments)
+
+
+def _arguments(value) -> list:
+    """The arguments of its block that a value depends on."""
+    if isinstance(value.owner, ir.Block):
+        return [ir.BlockArgument(value)]
+    return [found for operand in value.owner.operands for found in _arguments(operand)]
+
+
+def reduced_across_shards(layout: OpLayout) -> bool:
+    """A reduction along a split dim, by a function that collectives do not have."""
+    return combines_otherwise(layout.op) and any(
+        tensor.may_split(dim)
+        for tensor in layout.operands
+        for dim in reduced_dims(layout.op)
+        if tensor.shape
+    )
