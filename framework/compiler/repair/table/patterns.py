@@ -427,26 +427,21 @@ def combines_otherwise(op) -> bool:
     """
     (block,) = op.regions[0].blocks
     *inner, end = (each.operation for each in block.operations)
+    count = len(op.results)
+    # The tensors that each value of the function depends on.
+    read = {argument: {i % count} for i, argument in enumerate(block.arguments)}
+    for each in inner:
+        of = set().union(*(read.get(value, ()) for value in each.operands))
+        read |= dict.fromkeys(each.results, of)
     used = [i for i, result in enumerate(op.results) if any(True for _ in result.uses)]
-    arguments = {
-        argument.arg_number % len(op.results)
-        for i in used
-        for argument in _arguments(end.operands[i])
-    }
-    if len(arguments | set(used)) != 1:
+    if len({*used, *(tensor for i in used for tensor in read[end.operands[i]])}) != 1:
         return False
-    if len(op.results) > 1 or len(inner) != 1:
-        return True
-    is_flag = element_type(op.results[0]) == ir.IntegerType.get_signless(1)
+    (tensor,) = used
+    last = end.operands[tensor].owner
+    is_flag = element_type(op.results[tensor]) == ir.IntegerType.get_signless(1)
     common = _COLLECTIVES | _OF_FLAGS if is_flag else _COLLECTIVES
-    return inner[0].name not in common or set(inner[0].operands) != set(block.arguments)
-
-
-def _arguments(value) -> list:
-    """The arguments of its block that a value depends on."""
-    if isinstance(value.owner, ir.Block):
-        return [ir.BlockArgument(value)]
-    return [found for operand in value.owner.operands for found in _arguments(operand)]
+    pair = {block.arguments[tensor], block.arguments[tensor + count]}
+    return last not in inner or last.name not in common or set(last.operands) != pair
 
 
 def reduced_across_shards(layout: OpLayout) -> bool:
