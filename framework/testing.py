@@ -21,10 +21,11 @@ from meshwright.framework.modeling.layer import (
     Context,
     Layer,
     Mode,
-    WeightSpec,
     added_up,
     annotate_weights,
+    check_returns,
     initialize,
+    weight_specs,
 )
 from meshwright.framework.modeling.optimizers.optimizer import Optimizer
 from meshwright.framework.nested_map import NestedMap
@@ -99,11 +100,13 @@ def assert_layer_parity(
         or an entry of a table is for a dim that the layer does not have and resembles
         one that the table leaves out; of other such entries it warns. Or `fprop` draws
         random numbers that are others in each call.
-      TypeError: `weights()` is no nested map of weight specs.
+      TypeError: `weights()` is no nested map of weight specs, or `fprop` returned
+        None.
+      NotImplementedError: the layer has no `fprop`.
       LoweringError: the layer cannot become a program, for instance because the size
         of a tensor depends on values.
     """
-    specs = _specs_of(layer)
+    specs = weight_specs(layer)
     single_plan = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
     )
@@ -162,7 +165,9 @@ def _outputs_and_gradients(
     with tf.GradientTape() as tape:
         tape.watch(sources)
         annotated = annotate_weights(ctx.plan, layer.weights(), theta)
-        outputs = tf.nest.flatten(layer.fprop(ctx, annotated, x, **inputs))
+        returned = layer.fprop(ctx, annotated, x, **inputs)
+        check_returns(layer, returned)
+        outputs = tf.nest.flatten(returned)
         if not all(y.shape.is_fully_defined() for y in outputs):
             return {str(i): y for i, y in enumerate(outputs)}  # Compiling refuses it.
         products = [
@@ -270,28 +275,6 @@ def _examples(specs: NestedMap, count: int, step: int) -> NestedMap:
             random.fold_in(key, path), [count, *spec.shape]
         )
     )
-
-
-def _specs_of(layer: Layer) -> NestedMap:
-    """The specs of a layer's weights.
-
-    Raises:
-      TypeError: they are no nested map of weight specs.
-    """
-    specs = layer.weights()
-    name = f"{type(layer).__name__}.weights()"
-    if not isinstance(specs, NestedMap):
-        raise TypeError(
-            f"{name} returned a {type(specs).__name__}; return a NestedMap of "
-            "WeightSpec, such as NestedMap(w=WeightSpec(...))"
-        )
-    for path, spec in specs.items_by_path():
-        if not isinstance(spec, WeightSpec):
-            raise TypeError(
-                f"{name} has a {type(spec).__name__} at {path!r}; describe the weight "
-                "by a WeightSpec"
-            )
-    return specs
 
 
 def _refuse_other_draws(name: str, sources: Sources, remedy: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -245,3 +245,111 @@ class Task(Checked):
         By default the examples of the batch; `token_name` is what they are called.
         """
         return global_batch
+
+
+def loss_of(task: Task, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+    """What `Task.loss` returns for a batch, checked.
+
+    Args:
+      task: the task.
+      ctx, theta, batch: as of `Task.loss`.
+
+    Raises:
+      TypeError: it is no `TaskLoss` of tensors of numbers.
+      ValueError: the loss is no scalar.
+    """
+    returned = task.loss(ctx, theta, batch)
+    name = f"{type(task).__name__}.loss"
+    if not isinstance(returned, TaskLoss):
+        raise TypeError(
+            f"{name} returned {_a(returned)}; return TaskLoss(loss=, sums=NestedMap()) "
+            "with the scalar to train by, and the sums that `metrics` reads"
+        )
+    loss, sums = returned.loss, returned.sums
+    if not tf.is_tensor(loss) or not loss.dtype.is_floating:
+        raise TypeError(
+            f"{name} returned {_a(loss)} as TaskLoss.loss; return a scalar tensor that "
+            "depends on the weights"
+        )
+    if loss.shape.rank:
+        raise ValueError(
+            f"{name} returned a TaskLoss.loss of shape {loss.shape}; it must be a "
+            "scalar: return its mean over the batch"
+        )
+    if not isinstance(sums, NestedMap):
+        raise TypeError(
+            f"{name} returned {_a(sums)} as TaskLoss.sums; return a NestedMap of "
+            "tensors, empty if `metrics` needs none"
+        )
+    for path, value in sums.items_by_path():
+        is_number = tf.is_tensor(value) and (
+            value.dtype.is_floating or value.dtype.is_integer
+        )
+        if not is_number:
+            raise TypeError(
+                f"{name} returned {_a(value)} as TaskLoss.sums.{path}; return a tensor "
+                "of numbers that add up over batches, a scalar as a rule"
+            )
+    return returned
+
+
+def metrics_of(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """What `Task.metrics` returns for sums by path, checked.
+
+    Raises:
+      TypeError: it is no dict of numbers by name.
+      ValueError: a metric is an array.
+    """
+    return _checked_metrics(task, task.metrics(sums))
+
+
+def try_metrics(task: Task, sums: NestedMap) -> None:
+    """Checks ahead of training what `Task.metrics` returns, for sums that are all ones.
+
+    What it raises itself may be due to these, and is left to the real sums.
+
+    Args:
+      task: the task.
+      sums: tensors like the sums of its loss.
+
+    Raises:
+      TypeError, ValueError: as `metrics_of`.
+    """
+    if not all(x.shape.is_fully_defined() for x in sums.leaves()):
+        return
+    ones = {path: np.ones(x.shape) for path, x in sums.items_by_path()}
+    try:
+        with tf.init_scope(), np.errstate(all="ignore"):
+            metrics = task.metrics(ones)
+    except Exception:
+        return
+    _checked_metrics(task, metrics)
+
+
+def _checked_metrics(task: Task, metrics: Any) -> dict[str, float]:
+    name = f"{type(task).__name__}.metrics"
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"{name} returned {_a(metrics)}; return a dict of numbers by name, such as "
+            '{"loss": sums["loss"] / sums["rows"]}'
+        )
+    for key, value in metrics.items():
+        if shape := np.shape(value):
+            raise ValueError(
+                f"{name} returned an array of shape {list(shape)} as {key!r}; a metric "
+                "is a number: reduce it there, or what it is made of in `loss`"
+            )
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{name} returned {_a(value)} as {key!r}; a metric is a number"
+            ) from None
+    return dict(metrics)
+
+
+def _a(value: Any) -> str:
+    """What a value is, for messages."""
+    if tf.is_tensor(value):
+        return f"a {value.dtype.name} tensor of shape {value.shape}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -7,13 +7,13 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import Checked, bounded
+from meshwright.framework.modeling.checks import Checked, bounded, check_value
 from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.modeling.recompute import save_name
@@ -54,8 +54,9 @@ class WeightSpec(Checked):
       order: of a weight that stacks layers by stage: in which order; or None.
 
     Raises:
-      ValueError: shape and dims do not match; the decay is out of range; no dim is
-        left for columns.
+      ValueError: shape and dims do not match; a size is no whole number of at least
+        0; the initializer is none; the decay is out of range; no dim is left for
+        columns.
     """
 
     shape: tuple[int, ...]
@@ -69,6 +70,23 @@ class WeightSpec(Checked):
 
     def __post_init__(self):
         super().__post_init__()
+        for field in ("shape", "dims"):
+            value = getattr(self, field)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise ValueError(
+                    f"WeightSpec.{field} is {value!r}; it must be a tuple, such as "
+                    f"({value!r},)"
+                )
+        for dim, size in enumerate(self.shape):
+            check_value(f"WeightSpec.shape[{dim}]", size, at_least=0, whole=True)
+        # None: of a weight that is only described.
+        if self.initializer is not None and (
+            isinstance(self.initializer, type) or not callable(self.initializer)
+        ):
+            raise ValueError(
+                f"WeightSpec.initializer is {self.initializer!r}; it must be an "
+                "instance of an initializer, such as Constant(0.0) or FanIn()"
+            )
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"weight spec has shape {self.shape} but names dims {self.dims}"
@@ -258,7 +276,10 @@ class Layer(Checked):
 
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **kwargs: Any) -> Any:
         """The layer's function; `theta` has the structure of `weights()`."""
-        raise NotImplementedError(f"{type(self).__name__}.fprop")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no fprop: define fprop(self, ctx, theta, x), "
+            "which returns what the layer makes of x"
+        )
 
     def extra_flops(self, sequence_length: int) -> float:
         """Forward FLOPs of a token beyond the two for each matrix weight.
@@ -267,6 +288,41 @@ class Layer(Checked):
         layer made of layers adds up theirs. They are used only for utilisation figures.
         """
         return 0.0
+
+
+def weight_specs(owner: Any) -> NestedMap:
+    """The specs of the weights of a layer or task.
+
+    Raises:
+      TypeError: `owner.weights()` is no nested map of weight specs.
+    """
+    specs = owner.weights()
+    name = f"{type(owner).__name__}.weights()"
+    if not isinstance(specs, NestedMap):
+        raise TypeError(
+            f"{name} returned a {type(specs).__name__}; return a NestedMap of "
+            "WeightSpec, such as NestedMap(w=WeightSpec(...))"
+        )
+    for path, spec in specs.items_by_path():
+        if not isinstance(spec, WeightSpec):
+            raise TypeError(
+                f"{name} has a {type(spec).__name__} at {path!r}; describe the weight "
+                "by a WeightSpec"
+            )
+    return specs
+
+
+def check_returns(layer: Layer, y: Any) -> None:
+    """Checks what a layer's `fprop` returned.
+
+    Raises:
+      TypeError: it is None, or has None for a tensor.
+    """
+    if any(each is None for each in tf.nest.flatten(y)):
+        what = "None" if y is None else f"a {type(y).__name__} with None in it"
+        raise TypeError(
+            f"{type(layer).__name__}.fprop returned {what}; return the layer's tensors"
+        )
 
 
 def annotate_weights(

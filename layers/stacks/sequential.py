@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.layer import Context, Layer, check_returns
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.experts.moe import MoE, x_and_aux
 from meshwright.layers.stacks.repeat import Repeat
@@ -79,7 +79,9 @@ class Sequential(Layer):
         x, rows = ctx.cast(x), []
         for name, layer in self.named():
             with ctx.scope(name) as c:
-                x, aux = x_and_aux(layer.fprop(c, theta[name], x, **inputs))
+                out = layer.fprop(c, theta[name], x, **inputs)
+            check_returns(layer, out)
+            x, aux = x_and_aux(out)
             if aux is not None:
                 rows.append(aux)
         if not rows:

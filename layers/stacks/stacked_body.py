@@ -12,7 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from meshwright.framework.modeling.layer import Context, Layer, annotate_weights
+from meshwright.framework.modeling.layer import (
+    Context,
+    Layer,
+    annotate_weights,
+    check_returns,
+)
 from meshwright.framework.modeling.recompute import (
     Recompute,
     Saved,
@@ -175,6 +180,7 @@ class StackedBody:
             gradients=self._annotates_gradients,
         )
         y = self._body.fprop(ctx, theta, x, **self._constants.pack(shared, fixed))
+        check_returns(self._body, y)
         self._aux = None
         returned = y
         has_aux = isinstance(y, NestedMap) and set(y) == {"x", "aux"}

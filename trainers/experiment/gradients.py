@@ -12,7 +12,7 @@ from meshwright.framework.modeling.layer import Context, added_up, annotate_weig
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.tasks.task import Task
+from meshwright.tasks.task import Task, loss_of, try_metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,8 @@ def _gradients(task, ctx, specs, theta, batch) -> BatchGradients:
         leaves = theta.leaves()
         tape.watch(leaves)
         read = annotate_weights(ctx.plan, specs, theta.pack(leaves))
-        result = task.loss(ctx, read, batch)
-    if result.loss.shape.rank:
-        raise ValueError(
-            f"the loss of {type(task).__name__} has shape {result.loss.shape}; it must "
-            "be a scalar: return its mean over the batch"
-        )
+        result = loss_of(task, ctx, read, batch)
+    try_metrics(task, result.sums)
     gradients = theta.pack(tape.gradient(result.loss, leaves))
     return BatchGradients(loss=result.loss, sums=result.sums, gradients=gradients)
 

@@ -40,12 +40,14 @@ from meshwright.framework.modeling.layer import (
     WeightSpec,
     annotate_weights,
     initialize,
+    weight_specs,
 )
 from meshwright.framework.modeling.layer_order import LayerOrder
 from meshwright.framework.modeling.recompute import names_given
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import NotingPlan
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.tasks.task import loss_of
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.gradients import (
     BatchGradients,
@@ -77,7 +79,7 @@ class StepPrograms:
     ):
         self.experiment = experiment
         self.devices = devices
-        self.weights = experiment.task.weights()
+        self.weights = weight_specs(experiment.task)
         self._conversions: dict[str, Program] = {}
         # A plan's errors name weights, not their slots.
         for path, spec in self.weights.items_by_path():
@@ -262,9 +264,8 @@ class StepPrograms:
         steps = self.experiment.steps_per_loop
         if steps == 1:
             out = self.train_step(state, batches.map(lambda x: x[0]))
-            return NestedMap(
-                state=out.state, metrics=out.metrics.map(lambda m: m[None])
-            )
+            metrics = out.metrics.map(lambda m: m[None])
+            return NestedMap(state=out.state, metrics=metrics)
         specs = tf.nest.map_structure(
             lambda t: tf.TensorSpec(t.shape, t.dtype),
             (state, batches.map(lambda x: x[0])),
@@ -302,8 +303,7 @@ class StepPrograms:
 
     def eval_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The task's sums over one held-out batch."""
-        ctx, theta = self.to_evaluate(theta)
-        return self.experiment.task.loss(ctx, theta, batch).sums
+        return loss_of(self.experiment.task, *self.to_evaluate(theta), batch).sums
 
     def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The predictions of the task's model for one batch of `Decoding.spec`."""

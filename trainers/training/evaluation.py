@@ -14,7 +14,7 @@ from etils import epath
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sizes import number_text
-from meshwright.tasks.task import DecodeResult
+from meshwright.tasks.task import DecodeResult, metrics_of
 from meshwright.trainers.experiment.batches import eval_batches, readable
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
@@ -69,7 +69,7 @@ def evaluate(
     except _StoppedError:
         return None
     return Evaluation(
-        metrics=task.metrics(totals) | decoding.metrics,
+        metrics=metrics_of(task, totals) | decoding.metrics,
         heat_maps=task.heat_maps(totals),
         decoding=decoding,
     )

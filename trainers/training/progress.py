@@ -15,6 +15,7 @@ from meshwright.framework.compiler.xla.processes import is_first_process, to_hos
 from meshwright.framework.devices.hardware import peak_flops
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sizes import number_text
+from meshwright.tasks.task import metrics_of
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.planning.tensorboard.summaries import Summaries, metric_tags
@@ -150,7 +151,8 @@ class Progress(contextlib.AbstractContextManager):
     def _write_scalars(self, step: int, metrics: NestedMap, seconds: float) -> None:
         task, batch = self._experiment.task, self._experiment.global_batch
         sums = {path: v[-1] for path, v in metrics.sums.items_by_path()}
-        scalars = metric_tags({"loss": float(metrics.loss[-1])} | task.metrics(sums))
+        shown = {"loss": float(metrics.loss[-1])} | metrics_of(task, sums)
+        scalars = metric_tags(shown)
         rest = {k: v for k, v in metrics.items() if k not in ("sums", "loss")}
         scalars |= {f"optimizer/{k}": float(v[-1]) for k, v in rest.items()}
         scalars |= self._history.scalars(self._experiment.not_finite)

@@ -52,6 +52,31 @@ def test_a_spec_describes_a_weight():
     assert stacked.size == 15 * 48
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"shape": (2, 3.0)},
+            r"WeightSpec\.shape\[1\] is 3\.0; it must be a whole number of at least 0",
+        ),
+        ({"shape": ("a", 3)}, r"WeightSpec\.shape\[0\] is 'a'; it must be a whole"),
+        ({"shape": (2, -3)}, r"WeightSpec\.shape\[1\] is -3; it must be a whole"),
+        ({"shape": 2, "dims": ("a",)}, r"WeightSpec\.shape is 2; .* such as \(2,\)"),
+        (
+            {"dims": "ab"},
+            r"WeightSpec\.dims is 'ab'; it must be a tuple, such as \('",
+        ),
+        ({"initializer": 0.0}, r"initializer is 0\.0; .* such as Constant\(0\.0\)"),
+        ({"initializer": Normal}, r"initializer is <class .*; it must be an instance"),
+    ],
+)
+def test_what_describes_no_weight_is_refused_by_name(fields, message):
+    good = {"shape": (2, 3), "dims": ("a", "b"), "initializer": Normal()}
+    with pytest.raises(ValueError, match=message):
+        WeightSpec(**good | fields)
+    assert WeightSpec(**good | {"shape": (np.int64(2), 0)}).size == 0
+
+
 def test_a_running_statistic_is_no_matrix_and_stays_one_in_a_stack():
     spec = weight(6, 8, dims=("model", "hidden"), statistic_decay=0.9)
     assert spec.is_statistic and not spec.is_matrix and spec.stacked(3).is_statistic
@@ -135,7 +160,7 @@ def test_a_layer_without_fprop_says_so():
         pass
 
     assert Empty().weights() == NestedMap()
-    with pytest.raises(NotImplementedError, match=r"Empty\.fprop"):
+    with pytest.raises(NotImplementedError, match=r"Empty has no fprop: define fprop\("):
         Empty().fprop(Context(), NestedMap(), None)
 
 

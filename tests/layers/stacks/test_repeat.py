@@ -15,6 +15,7 @@ from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.modeling.recompute import Recompute, save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.repeat import Unroll
+from meshwright.layers.stacks.sequential import Sequential
 from tests.layers.stacks.repeated import (
     BSH,
     KEY,
@@ -281,6 +282,19 @@ def test_a_body_that_does_not_return_what_it_takes_is_refused(body, message, unr
     )
     with pytest.raises(ValueError, match=message):
         lower(gradients_of(layer, path="decoder.stack"), specs(arguments(layer)))
+
+
+class Forgetful(FeedForward):
+    def fprop(self, ctx, theta, x, **inputs):
+        super().fprop(ctx, theta, x, **inputs)
+
+
+@pytest.mark.parametrize(
+    "layer", [repeat(Forgetful()), Sequential(layers=[Forgetful()])]
+)
+def test_a_layer_that_returns_nothing_is_named(layer):
+    with pytest.raises(TypeError, match=r"Forgetful\.fprop returned None; return the"):
+        lower(gradients_of(layer), specs(arguments(layer)))
 
 
 def test_weights_of_another_depth_are_refused():
