@@ -166,16 +166,6 @@ class Splitting(Layer):
             r"Splitting.h: split names 1 of the dims of a tensor of shape \(4, 6\)",
         ),
         (
-            Doing(does=lambda x: None),
-            TypeError,
-            r"Doing\.fprop returned None; return the layer's tensors",
-        ),
-        (
-            Doing(does=lambda x: [x, None]),
-            TypeError,
-            r"Doing\.fprop returned a list with None in it; return the layer's",
-        ),
-        (
             Doing(does=tf.identity, made=dict),
             TypeError,
             r"Doing.weights\(\) returned a dict; return a NestedMap of Weight",
@@ -184,6 +174,16 @@ class Splitting(Layer):
             Doing(does=tf.identity, made=lambda w: NestedMap(w=w.shape)),
             TypeError,
             r"Doing.weights\(\) has a tuple at 'w'; describe the weight by a",
+        ),
+        (
+            Doing(does=lambda x: None),
+            TypeError,
+            r"Doing\.fprop returned None; return the layer's tensors",
+        ),
+        (
+            Doing(does=lambda x: [x, None]),
+            TypeError,
+            r"Doing\.fprop returned a list with None in it; return the layer's",
         ),
     ],
 )
