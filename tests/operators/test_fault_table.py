@@ -5,6 +5,10 @@ import dataclasses
 import pytest
 
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    Outcome,
+    Smallest,
+)
 from tests.operators import fault_table
 from tests.operators.known_failures import OF_FAULTS, refuse_twice
 
@@ -24,6 +28,25 @@ def test_an_op_that_stablehlo_lacks_is_refused():
         dataclasses.replace(FAULTS[0], ops=("stablehlo.gathr",))
     with pytest.raises(ValueError, match="ops = 'stablehlo.gather' is a string: make"):
         dataclasses.replace(FAULTS[0], ops="stablehlo.gather")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ops": ()}, "ops is empty, so that no op could meet it: name one"),
+        ({"choose": None}, "choose = None is no function of an OpLayout: give one"),
+        ({"until": "0.9"}, "until = '0.9' is no version of jaxlib: write three"),
+        ({"until": (0, 9)}, r"until = \(0, 9\) is no version of jaxlib: write three"),
+        (
+            {"smallest": {"p": Smallest(Outcome.REFUSED, " ")}},
+            r"'p' of row .* is Smallest\(<Outcome.REFUSED.*, ' '\): give it an Outcome",
+        ),
+        ({"smallest": {"p": Smallest("wrong", "x")}}, "Smallest.'wrong', 'x'.: give"),
+    ],
+)
+def test_a_row_that_cannot_apply_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FAULTS[0], **fields)
 
 
 def test_a_row_that_no_program_shows_is_refused():

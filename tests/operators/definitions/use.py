@@ -158,7 +158,8 @@ class Use:
         """The results' shapes.
 
         Raises:
-          ValueError: TF cannot trace the expression of such inputs.
+          ValueError: TF cannot trace the expression of such inputs, or a result's sizes
+            depend on values.
         """
         specs = [tf.TensorSpec(o.shape, o.dtype) for o in self.inputs.values()]
         try:
@@ -171,7 +172,15 @@ class Use:
                 f"({type(error).__name__}: {error}): correct the expression, or the "
                 "shapes and formats of its inputs"
             ) from error
-        return [tuple(shape) for shape in tf.nest.flatten(traced.output_shapes)]
+        shapes = tf.nest.flatten(traced.output_shapes)
+        if not all(shape.is_fully_defined() for shape in shapes):
+            raise ValueError(
+                f"results of {self.expression} have the shapes "
+                f"{', '.join(map(str, shapes))}, but a case needs sizes that do not "
+                "depend on values: correct the expression, or put tf.ensure_shape "
+                "around it where TF does not see them"
+            )
+        return [tuple(shape) for shape in shapes]
 
 
 OPERATORS: dict[str, st.SearchStrategy[Use]] = {}

@@ -35,7 +35,7 @@ def case_of(text: str) -> Case:
       ValueError: a line cannot be read, a sharding has another rank than its tensor, or
         the expression has results of other shapes.
     """
-    first, *lines = (line.strip() for line in text.strip().splitlines())
+    first, *lines = (line.strip() for line in text.strip().splitlines() or [""])
     head = _FIRST.fullmatch(first)
     if head is None:
         raise ValueError(
@@ -59,15 +59,13 @@ def case_of(text: str) -> Case:
                 match["dtype"],
             )
             arrives.append(Sharding.parse(mesh, match["arrives"]))
-            if arrives[-1].rank != len(inputs[match["name"]].shape):
-                raise ValueError(
-                    f"a sharding of another rank than its tensor: {line!r}"
-                )
             annotated.append(_annotation(mesh, match["annotated"]))
+            _check_ranks(line, inputs[match["name"]].shape, arrives[-1], annotated[-1])
         elif match := _RESULT.fullmatch(line):
             shapes.append(tuple(ast.literal_eval(match["shape"])))
             result.append(_annotation(mesh, match["annotated"]))
             leaves.append(Sharding.parse(mesh, match["leaves"]))
+            _check_ranks(line, shapes[-1], result[-1], leaves[-1])
         elif match := _INSIDE.fullmatch(line):
             inner.append(_annotation(mesh, match["annotated"]))
         elif _OF_A_CASE.search(line):
@@ -91,6 +89,13 @@ def case_of(text: str) -> Case:
         inner=tuple(inner),
         region=region,
     )
+
+
+def _check_ranks(
+    line: str, shape: tuple[int, ...], *shardings: Sharding | None
+) -> None:
+    if any(sharding and sharding.rank != len(shape) for sharding in shardings):
+        raise ValueError(f"a sharding of another rank than its tensor: {line!r}")
 
 
 def _mesh(text: str, ids: str | None = None) -> DeviceMesh:

@@ -33,6 +33,11 @@ GOOD = case_of(
         ("arrives [X,_]", "arives [X,_]", "cannot read the line 'x: float32"),
         ("annotated [_,Y]", "anotated [_,Y]", "cannot read the line 'x: float32"),
         ("arrives [X,_]", "arrives [X]", "another rank than its tensor: 'x: float32"),
+        ("annotated [_,Y]", "annotated [Y]", "another rank than its tensor: 'x: float"),
+        ("leaves [Y,X]", "leaves [Y]", "another rank than its tensor: 'result: "),
+        ("annotated None, leaves", "annotated [_], leaves", "tensor: 'result: "),
+        pytest.param(str(GOOD), " ", "no case begins with ''", id="nothing"),
+        ("x + y", "tf.where(x > 0)", r"tf.where.* have the shapes \(None, 2\), but a"),
         ("result: [3, 4]", "result: [3, 5]", r"x \+ y are \[3, 4\], not \[3, 5\]"),
     ],
 )

@@ -44,7 +44,8 @@ class Fault(KnownFault):
       repair: what `choose` does, for docs, and for messages if it changes no sharding.
 
     Raises:
-      ValueError: StableHLO has no such operation; or as `KnownFault`.
+      ValueError: no operation, or one that StableHLO does not have; `choose` is no
+        function; or as `KnownFault`.
     """
 
     ops: tuple[str, ...]
@@ -56,6 +57,16 @@ class Fault(KnownFault):
         if isinstance(self.ops, str):
             raise ValueError(
                 f"fault {self.name!r}: ops = {self.ops!r} is a string: make it a tuple"
+            )
+        if not self.ops:
+            raise ValueError(
+                f"fault {self.name!r}: ops is empty, so that no op could meet it: name "
+                "one, such as 'stablehlo.gather'"
+            )
+        if not callable(self.choose):
+            raise ValueError(
+                f"fault {self.name!r}: choose = {self.choose!r} is no function of an "
+                "OpLayout: give one, such as evenly(condition)"
             )
         for op in self.ops:
             if op not in _OPS:  # The row would never apply.

@@ -46,7 +46,8 @@ class KnownFault:
       links: known upstream reports of it.
 
     Raises:
-      ValueError: no program shows it, or one of them does so under no partitioner.
+      ValueError: no program shows it, or one of them does so under no partitioner, or
+        has no outcome or text; `until` is no version.
     """
 
     name: str
@@ -61,7 +62,22 @@ class KnownFault:
             raise ValueError(
                 f"row {self.name!r} has no program that shows it: give `smallest` one"
             )
+        if self.until is not None and not (
+            isinstance(self.until, tuple)
+            and len(self.until) == 3
+            and all(type(number) is int for number in self.until)
+        ):
+            raise ValueError(
+                f"row {self.name!r}: until = {self.until!r} is no version of jaxlib: "
+                "write three numbers, such as (0, 10, 1)"
+            )
         for name, program in self.smallest.items():
+            if not isinstance(program.outcome, Outcome) or not program.program.strip():
+                raise ValueError(
+                    f"program {name!r} of row {self.name!r} is Smallest("
+                    f"{program.outcome!r}, {program.program!r}): give it an Outcome, "
+                    "and the text of a case"
+                )
             if not program.shardy and not program.gspmd:
                 raise ValueError(
                     f"program {name!r} of row {self.name!r} meets it under neither "
