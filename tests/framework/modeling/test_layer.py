@@ -160,7 +160,7 @@ def test_a_layer_without_fprop_says_so():
         pass
 
     assert Empty().weights() == NestedMap()
-    with pytest.raises(NotImplementedError, match=r"Empty has no fprop: define fprop\("):
+    with pytest.raises(NotImplementedError, match=r"Empty has no fprop: define fprop"):
         Empty().fprop(Context(), NestedMap(), None)
 
 
