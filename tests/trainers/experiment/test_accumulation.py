@@ -196,5 +196,5 @@ def test_a_loss_that_is_no_scalar_is_refused(monkeypatch):
         return dataclasses.replace(loss, loss=loss.loss[None])
 
     monkeypatch.setattr(type(job.task), "loss", rows)
-    with pytest.raises(ValueError, match=r"Model has shape \(1,\); it must be a"):
+    with pytest.raises(ValueError, match=r"TaskLoss.loss of shape \(1,\); it must"):
         _ = StepPrograms(job).traced_main
