@@ -294,7 +294,14 @@ def _reads(function, numbers: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _flat_call(function) -> Callable[..., list[tf.Tensor]]:
-    return lambda *args: tf.nest.flatten(function(*args))
+    def call(*args: tf.Tensor) -> list[tf.Tensor]:
+        if tf.executing_eagerly():
+            # Else a tape would differentiate it at once, barriers too, for nothing:
+            # callers have a gradient of their own.
+            args = [tf.stop_gradient(x) for x in args]
+        return tf.nest.flatten(function(*args))
+
+    return call
 
 
 def _cut(graph, parts, ends: Sequence[int], recompute, names) -> list[tf.Tensor]:

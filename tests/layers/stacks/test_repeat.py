@@ -12,7 +12,11 @@ from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
-from meshwright.framework.modeling.recompute import Recompute, save_name
+from meshwright.framework.modeling.recompute import (
+    Recompute,
+    computed_once,
+    save_name,
+)
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.repeat import Unroll
 from meshwright.layers.stacks.sequential import Sequential
@@ -137,9 +141,16 @@ def test_16_bit_activations_and_32_bit_weights():
     assert_close(got, in_a_row(FeedForward(), x=x, **context), 0.02)
 
 
+class Barred(FeedForward):
+    """With a barrier, for which TF has no gradient, as a dropout has."""
+
+    def fprop(self, ctx, theta, x, **inputs):
+        return super().fprop(ctx, theta, computed_once(x)[0], **inputs)
+
+
 @over_unroll
 def test_eager_execution_gives_the_same(unroll):
-    layer = repeat(unroll=unroll)
+    layer = repeat(Barred(), Recompute.NOTHING, unroll=unroll)
     args = tf.nest.map_structure(tf.constant, arguments(layer))
     got = gradients_of(layer, mesh_shape=(2, 4))(*args)
     assert_close(got, feed_forward_in_a_row(unroll))
