@@ -83,12 +83,14 @@ class SearchResult:
       refused: compiled candidates without such a program.
       screened: the result of screening.
       candidates: how many there were of plan files.
+      is_interrupted: whether the search was, so that more is to be compiled.
     """
 
     ranked: tuple[RankedCandidate, ...]
     refused: tuple[RankedCandidate, ...]
     screened: Screened
     candidates: int
+    is_interrupted: bool = False
 
     @property
     def not_compiled(self) -> int:
@@ -109,7 +111,7 @@ def search(
     """Compiles the promising candidates and ranks them by time an example.
 
     The fastest is also compiled with or without weight-update sharding, as is not
-    configured.
+    configured. Ctrl-C while candidates are compiled ends it with those that fit so far.
 
     Args:
       space: what to choose from.
@@ -123,6 +125,7 @@ def search(
     Raises:
       NothingFitsError: no candidate fits; the message says what the smallest needs.
       ValueError: no candidate can be laid out; the message says why.
+      KeyboardInterrupt: it came before any candidate was compiled that fits.
     """
     spaces = (space, *others)
     total = sum(len(each.candidates()) for each in spaces)
@@ -142,14 +145,15 @@ def search(
     )
     if not screened.promising:
         raise _no_candidate(space, screened)
-    rows = list(_compiled(screened.promising, cache, budget, jobs))
-    if screened.slow and all(row.result.refusal is not None for row in rows):
-        left = budget - len(rows)
-        rows += _compiled(screened.slow, cache, left, jobs)
-    fit = [row for row in rows if row.result.refusal is None]
-    if fit and (other := with_other_updates(min(fit, key=_rank).promising)):
-        rows += _compiled(other, cache, len(other), jobs)
-    ranked = [row for row in rows if row.result.refusal is None]
+    rows, is_interrupted = [], False
+    try:
+        for row in _in_turn(screened, cache, budget, jobs):
+            rows.append(row)
+    except KeyboardInterrupt:
+        if not _fit(rows):
+            raise
+        is_interrupted = True
+    ranked = _fit(rows)
     refused = [row for row in rows if row.result.refusal is not None]
     if not ranked:
         raise NothingFitsError(_all_refused(refused, screened, budget))
@@ -158,7 +162,32 @@ def search(
         refused=tuple(refused),
         screened=screened,
         candidates=total,
+        is_interrupted=is_interrupted,
     )
+
+
+def _in_turn(
+    screened: Screened, cache: PlanCache, budget: int, jobs: int
+) -> Iterator[RankedCandidate]:
+    """Compiles what is promising; if none of it fits, what is slow; and the best again.
+
+    The latter with or without weight-update sharding, as is not configured.
+    """
+    rows = []
+    for row in _compiled(screened.promising, cache, budget, jobs):
+        rows.append(row)
+        yield row
+    if screened.slow and not _fit(rows):
+        for row in _compiled(screened.slow, cache, budget - len(rows), jobs):
+            rows.append(row)
+            yield row
+    fit = _fit(rows)
+    if fit and (other := with_other_updates(min(fit, key=_rank).promising)):
+        yield from _compiled(other, cache, len(other), jobs)
+
+
+def _fit(rows: Sequence[RankedCandidate]) -> list[RankedCandidate]:
+    return [row for row in rows if row.result.refusal is None]
 
 
 def _screened(space: SearchSpace, tell: Callable[[], object]) -> Screened | None:

@@ -106,18 +106,26 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
                 others=others,
             )
     except KeyboardInterrupt:
-        print(
-            f"compiled results are kept in {folder}: the same command goes on from "
-            "there",
-            file=sys.stderr,
-        )
+        _say_how_to_go_on(folder)
         raise
     output.write_text(search_text.winner(space, result))
     print(search_text.table(space, result))
-    if lines := search_text.reasons(why_not(space, result)):
+    if lines := not result.is_interrupted and search_text.reasons(
+        why_not(space, result)
+    ):
         print(lines)
     flags_needed = search_text.import_flags()
     print(f"wrote {output}: meshwright-train{flags_needed} --gin_file={output}")
+    if result.is_interrupted:
+        _say_how_to_go_on(folder)
+        raise KeyboardInterrupt
+
+
+def _say_how_to_go_on(folder: pathlib.Path) -> None:
+    print(
+        f"compiled results are kept in {folder}: the same command goes on from there",
+        file=sys.stderr,
+    )
 
 
 @contextlib.contextmanager
@@ -131,9 +139,15 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _output() -> pathlib.Path:
-    """The file to write, in a folder that exists."""
+    """The file to write, in a folder that exists.
+
+    That of an interrupted search is written again, as the search goes on.
+    """
     output = files.output_file(search_flags.OUTPUT)
-    if output.exists() and not search_flags.OVERWRITE.value:
+    is_taken = output.exists() and not output.read_bytes().startswith(
+        search_text.INTERRUPTED.encode()
+    )
+    if is_taken and not search_flags.OVERWRITE.value:
         raise ValueError(
             f"{output} exists already: name another file with --search_output, or "
             "replace it with --overwrite"

@@ -27,6 +27,8 @@ _LEAST_PLAN = 4
 _INDENT = 50
 _REASON = 150
 _VERSIONS = ("jax", "libtpu", "tensorflow")
+INTERRUPTED = "# Of an interrupted search"
+"""Begins the winner's file if more was to be compiled."""
 
 
 def table(space: SearchSpace, outcome: SearchResult) -> str:
@@ -51,6 +53,8 @@ def winner(space: SearchSpace, outcome: SearchResult) -> str:
         + f". {_needed()}",
     ]
     lines = [f"# {line}" for text in comment for line in textwrap.wrap(text, 78)]
+    if outcome.is_interrupted:
+        lines = [f"{INTERRUPTED}, which goes on by the same command.", *lines]
     if best.promising.candidate.plan.is_found:
         table = table_text(best.promising.candidate.plan.tables)
         lines += ["#", *(f"#   {line}" for line in table)]
@@ -173,7 +177,9 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     rest = len(outcome.ranked) - len(shown)
     if rest > 0:
         yield f"{rest:6} more that fit"
-    if outcome.not_compiled:
+    if outcome.is_interrupted:
+        yield f"{outcome.not_compiled:6} more might fit: the search was interrupted"
+    elif outcome.not_compiled:
         yield f"{outcome.not_compiled:6} more might fit: raise --search_budget"
     for reason, count in sorted(outcome.screened.left_out.items(), key=_most_first):
         text = _wrapped(f"left out: {reason}", indent=7)

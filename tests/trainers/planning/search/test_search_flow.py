@@ -189,11 +189,18 @@ def test_what_is_slow_is_compiled_if_nothing_else_fits(tmp_path, compiler, monke
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch, sent):
     monkeypatch.setenv("STOP", str(int(sent)))
     assert run(tmp_path) == INTERRUPTED
-    assert "the same command goes on from there" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "the same command goes on from there" in err
     assert len(compiler()) == 3 and len(list(tmp_path.glob("cache/*.json"))) == 2
-    assert not (tmp_path / "made" / "winner.gin").exists()
+    # The best so far is written, and again when the same command has gone on.
+    winner = tmp_path / "made" / "winner.gin"
+    assert f"wrote {winner}" in out and "more might fit: the search was inter" in out
+    partial = winner.read_text()
+    assert partial.startswith("# Of an interrupted search, which goes on by the same")
+    assert built([str(winner)], []).plan.mesh.size == 8
     monkeypatch.delenv("STOP")
     assert run(tmp_path) is None
+    assert not winner.read_text().startswith("# Of an interrupted")
     # The third is started again, the first two are not.
     started = compiler()
     assert len(started) == 7 and started[3] == started[2]
