@@ -442,7 +442,7 @@ def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
     )
     config.load(["mine"])
     assert config.build(Outer).first == Twin()
-    assert sorted(config.check_all_operative()) == ["DEPTH", "Inner.depth"]
+    assert config.check_all_operative() == ["Inner.depth"]  # Macros may serve others.
     # What is bound when the class is out of use, or comes back into it, must work.
     config.load(["mine"], ["Inner.depth = 5"])
     config.build(Outer)
@@ -450,7 +450,7 @@ def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
         config.check_all_operative()
     config.load(["mine"], ["Outer.first = @Inner()", "Inner.depth = 5"])
     assert config.build(Outer).first == Inner(width=64, depth=5)
-    assert config.check_all_operative() == ["DEPTH"]
+    assert config.check_all_operative() == []  # Macros may serve others.
     config.load(["lm/big"], ["Inner.depth = 5", "Outer.first = @one.Twin()"])
     config.build(Outer)
     assert config.check_all_operative() == ["Inner.depth"]

@@ -148,7 +148,7 @@ def test_many_batches_come_back_in_their_order(tmp_path):
 def test_a_changed_dataset_is_warned_of(tmp_path, caplog):
     losses(tmp_path, given())
     losses(tmp_path, given(train=lambda: numbers(300)), num_steps=12)
-    assert "the dataset of DatasetInput.train changed" in caplog.text
+    assert "(DatasetInput.train, the dataset of DatasetInput.train): ex" in caplog.text
 
 
 def drawn():

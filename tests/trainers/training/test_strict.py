@@ -32,7 +32,7 @@ def faulty_products(monkeypatch):
         ops=("stablehlo.dot_general",),
         choose=_replicated,
         repair="nothing is split",
-        smallest={"product": faults.Smallest(faults.Outcome.WRONG, "")},
+        smallest={"product": faults.Smallest(faults.Outcome.WRONG, "shown here")},
     )
     monkeypatch.setattr(check, "PRESENT", [fault])
     monkeypatch.setattr(check, "GUARDED", frozenset(fault.ops))

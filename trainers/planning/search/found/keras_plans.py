@@ -262,9 +262,9 @@ def search_keras(
       most: plans propagated at most, with those of "data", "fsdp" and "tensor".
       most_axes: mesh axes at most.
       compiled: how many of the fastest found are compiled, beside "data" and "fsdp" on
-        one axis and "tensor" on the mesh of two axes that propagation prefers, if it
-        can price any. The fastest of all is taken. 0: propagation decides, and libtpu
-        is not needed.
+        one axis and "tensor" on the mesh of two axes that propagation prefers, or on
+        one of them if it can price none. The fastest of all is taken. 0: propagation
+        decides, and libtpu is not needed.
       baselines: those of "data", "fsdp" and "tensor" to compare with; () for none.
       **unknown: refused.
 
@@ -373,13 +373,15 @@ class _Search:
             if name in self._baselines:
                 yield self._with_plan(name, _one_axis(self._torus))
         splits = "tensor" in self._baselines and split_weights(self._model)
+        made = []
         for shape in self.finder.shapes if splits else ():
             if len(shape) == 2:
                 pairs = [(AXES[:2], shape), (AXES[1::-1], shape[::-1])]
                 for axes, sizes in pairs[: len({*shape})]:
-                    one, point = self._with_plan("tensor", DeviceMesh(axes, sizes))
-                    if point is not None:
-                        yield one, point
+                    made.append(self._with_plan("tensor", DeviceMesh(axes, sizes)))
+        # No plan has it if it splits weights differently that a plan splits alike.
+        priced = [(one, point) for one, point in made if point is not None]
+        yield from priced or made[:1]
 
     def _with_plan(
         self, name: str, mesh: DeviceMesh
