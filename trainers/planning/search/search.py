@@ -146,9 +146,13 @@ def search(
     if not screened.promising:
         raise _no_candidate(space, screened)
     rows, is_interrupted = [], False
-    try:
-        for row in _in_turn(screened, cache, budget, jobs):
-            rows.append(row)
+    try:  # In place: what Ctrl-C cuts short leaves the rows that it had.
+        rows += _compiled(screened.promising, cache, budget, jobs)
+        if screened.slow and not _fit(rows):
+            rows += _compiled(screened.slow, cache, budget - len(rows), jobs)
+        fit = _fit(rows)
+        if fit and (other := with_other_updates(min(fit, key=_rank).promising)):
+            rows += _compiled(other, cache, len(other), jobs)
     except KeyboardInterrupt:
         if not _fit(rows):
             raise
@@ -164,26 +168,6 @@ def search(
         candidates=total,
         is_interrupted=is_interrupted,
     )
-
-
-def _in_turn(
-    screened: Screened, cache: PlanCache, budget: int, jobs: int
-) -> Iterator[RankedCandidate]:
-    """Compiles what is promising; if none of it fits, what is slow; and the best again.
-
-    The latter with or without weight-update sharding, as is not configured.
-    """
-    rows = []
-    for row in _compiled(screened.promising, cache, budget, jobs):
-        rows.append(row)
-        yield row
-    if screened.slow and not _fit(rows):
-        for row in _compiled(screened.slow, cache, budget - len(rows), jobs):
-            rows.append(row)
-            yield row
-    fit = _fit(rows)
-    if fit and (other := with_other_updates(min(fit, key=_rank).promising)):
-        yield from _compiled(other, cache, len(other), jobs)
 
 
 def _fit(rows: Sequence[RankedCandidate]) -> list[RankedCandidate]:
