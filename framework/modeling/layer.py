@@ -384,8 +384,12 @@ def as_gradient(y: tf.Tensor, weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 def initialize(specs: NestedMap, key: tf.Tensor) -> NestedMap:
     """First values of all weights; each depends only on `key` and the weight's path."""
-    return specs.map_with_path(
-        lambda path, spec: spec.initializer(
-            random.fold_in(key, path), spec.shape, spec.dtype, spec.stack_rank
-        )
+    paths = [path for path, _ in specs.items_by_path()]
+    # All keys at once, as each takes a hundred ops.
+    keys = tf.unstack(random.fold_in(key, paths), axis=1) if paths else []
+    return specs.map(
+        lambda spec, key: spec.initializer(
+            key, spec.shape, spec.dtype, spec.stack_rank
+        ),
+        specs.pack(keys),
     )

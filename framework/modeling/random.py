@@ -31,18 +31,24 @@ def key_from_seed(seed: int) -> tf.Tensor:
     return tf.constant([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], tf.uint32)
 
 
-def fold_in(key: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
+def fold_in(key: tf.Tensor, data: int | str | Sequence[str] | tf.Tensor) -> tf.Tensor:
     """A new key from `key` and a name, a Python integer or an integer tensor.
 
-    A tensor [N], or a key [2, N], gives N keys, [2, N].
+    N names, a tensor [N], or a key [2, N] give N keys, [2, N].
     """
     if isinstance(data, str):
-        data = int.from_bytes(hashlib.sha256(data.encode()).digest()[:4], "little")
+        data = _number_of(data)
+    elif isinstance(data, Sequence):
+        data = tf.constant([*map(_number_of, data)], tf.uint32)
     if not tf.is_tensor(data):
         data = tf.constant(data & 0xFFFFFFFF, tf.uint32)
     data = tf.cast(data, tf.uint32)
     # Counters of `bits` fill the low word first; the high word marks a fold apart.
     return tf.stack(_threefry(key, _u32(0xFFFFFFFF) + key[0], data + key[1]))
+
+
+def _number_of(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
 def bits(key: tf.Tensor, shape: Sequence[int], first: int = 0) -> tf.Tensor:

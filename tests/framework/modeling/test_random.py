@@ -221,6 +221,14 @@ def test_keys_from_seeds_and_folds_all_differ():
     assert all(key.dtype == tf.uint32 and key.shape == (2,) for key in keys)
 
 
+def test_folds_of_several_names_are_those_of_each():
+    names = ["", "a", "decoder.layer.w"]
+    for trace in (lambda fn: fn, tf.function):
+        keys = trace(lambda: random.fold_in(KEY, names))().numpy()
+        want = [random.fold_in(KEY, name).numpy() for name in names]
+        np.testing.assert_array_equal(keys, np.transpose(want))
+
+
 def test_a_fold_depends_on_the_number_not_on_its_type():
     want = random.fold_in(KEY, 5).numpy()
     for five in (tf.constant(5), tf.constant(5, tf.uint32), tf.constant(5, tf.int64)):
