@@ -2,7 +2,7 @@
 
 TF's own gradient of a loop saves every intermediate, `tf.recompute_grad` saves none.
 Here the function is traced once together with its gradient; the tensors to save are a
-cut through that graph: the backward part is the gradient pruned at the saved tensors,
+cut through that graph: the backward part is the gradient cut at the saved tensors,
 so whatever does not follow from them is recomputed from the inputs.
 """
 
@@ -17,8 +17,8 @@ import gin
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
+from meshwright.framework.modeling.subgraphs import Subgraphs
 from meshwright.framework.sharding.annotations import annotate_serialized, stacked
-from meshwright.framework.sharding.origins import note_original
 
 _TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
 # Ops that only rename, rearrange or slice: saving their first input serves as well.
@@ -218,12 +218,11 @@ def split_function(
     args, outputs = parts["args"], parts["outputs"]
     ends = (len(inputs), len(inputs) + len(weights), n)
     saved = _cut(wrapped.graph, parts, ends, recompute, names)
-    forward = wrapped.prune(args, [*outputs, *saved])
+    subgraphs = Subgraphs(wrapped)
+    forward = subgraphs.cut(args, [*outputs, *saved])
     taken = [*args, *saved]
-    backward = wrapped.prune([*taken, *parts["cotangents"]], parts["gradients"])
-    for part in (forward, backward):
-        note_original(part.graph, wrapped)
-    deferred = _deferred(wrapped, parts, ends, saved, defer) if any(defer) else None
+    backward = subgraphs.cut([*taken, *parts["cotangents"]], parts["gradients"])
+    deferred = _deferred(subgraphs, parts, ends, saved, defer) if any(defer) else None
     return SplitFunction(
         forward=_flat_call(forward),
         backward=_flat_call(backward),
@@ -234,7 +233,35 @@ def split_function(
     )
 
 
-def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
+def forward_function(
+    fn: Callable[..., Sequence[tf.Tensor]], specs: Sequence[tf.TensorSpec]
+) -> SplitFunction:
+    """A function without a gradient, for which nothing is saved.
+
+    Args:
+      fn: (*tensors) -> flat list of outputs.
+      specs: its tensors.
+    """
+
+    def no_backward(*_):
+        raise ValueError("a function without a gradient has no backward part")
+
+    outputs: list[tf.Tensor] = []
+
+    def trace(*args):
+        outputs.extend(fn(*args))
+        return list(outputs)
+
+    return SplitFunction(
+        forward=_flat_call(tf.compat.v1.wrap_function(trace, specs)),
+        backward=no_backward,
+        outputs=tuple(map(_saved, outputs)),
+        saved=(),
+        reads=(),
+    )
+
+
+def _deferred(subgraphs, parts, ends, saved, defer) -> DeferredProducts:
     args, gradients = parts["args"], parts["gradients"]
     first, last, end = ends
     others = {t.ref() for t in args[first:]}
@@ -255,11 +282,9 @@ def _deferred(wrapped, parts, ends, saved, defer) -> DeferredProducts:
     made = [ref.deref() for ref in numbers][len(given) :]
     kept = [g for n, g in enumerate(gradients[:end]) if n not in products]
     taken = [*args, *saved, *parts["cotangents"]]
-    backward = wrapped.prune(taken, [*kept, *made])
-    multiply = wrapped.prune([ref.deref() for ref in factors], list(products.values()))
-    finish = wrapped.prune(list(products.values()), [gradients[n] for n in products])
-    for part in (backward, multiply, finish):
-        note_original(part.graph, wrapped)
+    backward = subgraphs.cut(taken, [*kept, *made])
+    multiply = subgraphs.cut([ref.deref() for ref in factors], list(products.values()))
+    finish = subgraphs.cut(list(products.values()), [gradients[n] for n in products])
     return DeferredProducts(
         weights=tuple(weight in products for weight in range(first, last)),
         backward=_flat_call(backward),
@@ -284,7 +309,7 @@ def _product(gradient: tf.Tensor) -> tf.Tensor | None:
 
 
 def _reads(function, numbers: Sequence[int]) -> tuple[bool, ...]:
-    """Whether a pruned function needs the values of its arguments of these numbers."""
+    """Whether a function needs the values of its arguments of these numbers."""
     returned = {t.ref() for t in function.outputs}
     return tuple(
         argument.ref() in returned
@@ -332,7 +357,7 @@ def _cut(graph, parts, ends: Sequence[int], recompute, names) -> list[tf.Tensor]
     given = {t.ref() for t in args}
     cut = {}
     for root in map(_root, wanted):
-        # `prune` cuts all outputs of an op; the history that a TF loop keeps for its
+        # All outputs of an op are cut; the history that a TF loop keeps for its
         # own gradient is no tensor, and what has no known rank, such as what fused
         # normalization reserves, no loop can keep.
         siblings = root.op.outputs

@@ -15,6 +15,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
+    Mode,
     annotate_weights,
     check_returns,
 )
@@ -22,6 +23,7 @@ from meshwright.framework.modeling.recompute import (
     Recompute,
     Saved,
     SplitFunction,
+    forward_function,
     split_function,
 )
 from meshwright.framework.nested_map import NestedMap
@@ -93,7 +95,7 @@ class StackedBody:
         and of side results `aux`.
       stacks: nested map of the stacked weights, which may come as matrices; None: as
         `body.weights()` says.
-      ctx: the stack's context.
+      ctx: the stack's context. In `Mode.EVAL` there is no gradient.
       x: nest of specs of the body's input.
       shared: specs of `Constants.shared`, as the body gets them.
       fixed: specs of `Constants.fixed`, likewise.
@@ -140,11 +142,19 @@ class StackedBody:
             len(fixed),
         ]
         keys = [] if ctx.key is None else [tf.TensorSpec([2], tf.uint32)]
+        inputs = tf.nest.flatten(x)
+        weights = [tf.TensorSpec(s.shape, s.dtype) for s in self.specs.leaves()]
+        fixed = [*fixed, *keys]
+        if ctx.mode is Mode.EVAL:  # A gradient takes most of the time.
+            self.split = forward_function(
+                self._fprop, [*inputs, *weights, *shared, *fixed]
+            )
+            return
         self.split: SplitFunction = split_function(
             self._fprop,
-            tf.nest.flatten(x),
-            [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs.leaves()],
-            [*fixed, *keys],
+            inputs,
+            weights,
+            fixed,
             shared=shared,
             recompute=recompute,
             names=saved_names,
