@@ -232,12 +232,16 @@ def _by_cause(
 
     What is of one scope is told together, after what is of none.
     """
-    groups: dict[tuple[str, ...], list[_T]] = {}
+    # Several causes together are one group, in whichever order they are found.
+    groups: dict[frozenset[str], tuple[list[str], list[_T]]] = {}
     for one in found:
-        groups.setdefault(tuple(causes(one)), []).append(one)
+        why = [*causes(one)]
+        groups.setdefault(frozenset(why), (why, []))[1].append(one)
     most = _LARGEST if len(groups) == 1 else _OF_EACH
-    for why, group in [*groups.items()][:_LARGEST]:
-        yield from (f"  {line}" for line in why or ["of no known cause"])
+    for why, group in [*groups.values()][:_LARGEST]:
+        first, *rest = why or ["of no known cause"]
+        yield f"  {first}"
+        yield from (f"  and {line}" for line in rest)
         in_order = sorted(group, key=lambda one: scope(one) != ())
         rows = grouped(in_order, scope, lambda one: 0)  # The largest is the first.
         for one, *others in rows[:most]:
@@ -247,7 +251,7 @@ def _by_cause(
         if len(rows) > most:
             yield f"    and {sum(map(len, rows[most:]))} more of this cause"
     if len(groups) > _LARGEST:
-        left = sum(map(len, [*groups.values()][_LARGEST:]))
+        left = sum(len(group) for _, group in [*groups.values()][_LARGEST:])
         yield f"  and {left} more, of other causes"
 
 

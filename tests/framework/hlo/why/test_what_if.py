@@ -148,6 +148,18 @@ def test_of_a_variable_it_says_what_the_program_with_that_row_does(partitioner):
     assert back.sent_bytes == asked.sent_bytes[::-1]
 
 
+def test_causes_of_the_same_are_told_together():
+    asked = {"w_in": [None, "Y"], "w_out": ["Y", None]}
+    sent = str(mw.what_if(stepped({}), asked)).partition("Collectives that differ")[2]
+    both = r"now by what was asked for, w_\w+ .*\n  and now by what was asked for, w_"
+    assert re.search(both, sent)
+    heads = re.findall(r"^  (?! )(?:and )?(\w+ by .*)\n(?:  and .*\n)*(.*)", sent, re.M)
+    assert heads and all(first.startswith("    ") for _, first in heads)
+    groups = re.findall(r"^  (?:\w+ by .*\n(?:  and .*\n)*)", sent, re.M)
+    alike = [frozenset(re.findall(r"\w+ by .*", group)) for group in groups]
+    assert len(alike) == len(set(alike))
+
+
 def test_a_cause_is_told_once_and_what_was_asked_for_first():
     difference = mw.what_if(stepped({}), {"w_out": ["Y", None]})
     text = str(difference)
