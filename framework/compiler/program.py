@@ -26,6 +26,7 @@ from meshwright.framework.compiler.explaining.reasons import Reasons
 from meshwright.framework.compiler.explaining.why import Answer, why
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
+from meshwright.framework.compiler.lowering.errors import check_not_eager
 from meshwright.framework.compiler.lowering.garbage import garbage_later
 from meshwright.framework.compiler.lowering.lower import argument_specs, lower
 from meshwright.framework.compiler.lowering.sources import Sources
@@ -46,6 +47,7 @@ from meshwright.framework.compiler.xla.mesh_program import (
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.devices.hardware import kind_name
+from meshwright.framework.devices.topology import expect_no_tpu
 from meshwright.framework.markup import code_html
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -418,6 +420,7 @@ def trace_program(
         there; `in_child` cannot compile for the devices.
     """
     name = name or getattr(fn, "__name__", "program").strip("<>")
+    check_not_eager(name)
     check_kinds(name, args, mesh)
     partitioner = Partitioner(partitioner)
     if in_child:
@@ -485,6 +488,7 @@ def tracing_for_devices(
     devices: Sequence[jax.Device] | None, partitioner: Partitioner, mesh: DeviceMesh
 ) -> contextlib.AbstractContextManager:
     """In it layers know for what they are traced; devices None are those here."""
+    expect_no_tpu()
     kind = kind_name((devices or jax.devices())[0])
     return tracing_for(kind, partitioner.value, mesh)
 

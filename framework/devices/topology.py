@@ -214,6 +214,18 @@ def topology_devices(name: str) -> list[jax.Device]:
     return sorted(devices, key=place_on_torus)
 
 
+def expect_no_tpu() -> None:
+    """Has libtpu log no errors of TPUs that are not here; before JAX looks for them.
+
+    Where JAX sees no chip when it is imported, it sets the first of these variables.
+    What the environment says of the others stays.
+    """
+    first, *_ = _NO_TPU_HERE
+    if os.environ.get(first) == "1":
+        for variable, value in _NO_TPU_HERE.items():
+            os.environ.setdefault(variable, value)
+
+
 def give_compiler_stack() -> None:
     """Has libtpu's compiler take threads with enough stack; before it is loaded.
 

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.compiler.xla.processes import check_same, check_takes_part
-from meshwright.framework.functions.layout import path_of
+from meshwright.framework.devices.topology import expect_no_tpu
+from meshwright.framework.functions.layouts.layout import path_of
 from meshwright.framework.functions.mesh_variable import MeshValue
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -32,6 +33,7 @@ def check_before_tracing(name: str, mesh: DeviceMesh, leaves: Sequence[Any]) -> 
       ValueError: they are not; or a process has no device of the mesh.
       RuntimeError: a process does not come.
     """
+    expect_no_tpu()
     if jax.process_count() == 1:
         return
     check_takes_part(mesh)

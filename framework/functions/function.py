@@ -19,7 +19,11 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.form_notes import FormNotes
 from meshwright.framework.compiler.lowering.captures import captured_as
-from meshwright.framework.compiler.lowering.errors import LoweringError, no_elements
+from meshwright.framework.compiler.lowering.errors import (
+    LoweringError,
+    check_not_eager,
+    no_elements,
+)
 from meshwright.framework.compiler.lowering.garbage import garbage_later
 from meshwright.framework.compiler.program import (
     FunctionOptions,
@@ -38,7 +42,7 @@ from meshwright.framework.functions.agreement import (
     check_constants,
 )
 from meshwright.framework.functions.change_forms import change_forms
-from meshwright.framework.functions.layout import Layout, LayoutTable
+from meshwright.framework.functions.layouts.layout import Layout, LayoutTable
 from meshwright.framework.functions.mesh_variable import (
     LOCK,
     host_shapes,
@@ -108,7 +112,9 @@ class MeshFunction:
     @property
     def variables(self) -> list[tf.Variable]:
         """Those of each of its programs, one program after another."""
-        return [v for c in self._compiled.values() for v in c.traced.variables]
+        traced = [compiled.traced for compiled in self._compiled.values()]
+        own = {id(variable) for of in traced for variable in of.checks.variables}
+        return [v for of in traced for v in of.variables if id(v) not in own]
 
     def __repr__(self) -> str:
         return f"<MeshFunction {self.name!r} for the mesh ({self.mesh})>"
@@ -184,6 +190,7 @@ class MeshFunction:
         return self._find(args, kwargs, tf.nest.flatten((args, kwargs))).program
 
     def _find(self, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> _Compiled:
+        check_not_eager(self.name)
         structure = nest.map_structure(lambda _: 0, (args, kwargs))
         places = tuple(path for path, _ in nest.flatten_with_tuple_paths(structure))
         key = (str(structure), places, *map(_key, leaves))
@@ -240,7 +247,7 @@ class MeshFunction:
         state_forms, read_forms = traced.by_path([*map(self._form, variables)])
         constants = [tf.TensorSpec(c.shape, c.dtype) for c in traced.constants]
         reasons = [self._layout.reason(v, self.mesh) for v in variables]
-        notes = FormNotes(texts=reasons)
+        notes, graph = FormNotes(texts=reasons), traced.concrete.graph
 
         def compiled(**options):
             return trace_program(
@@ -257,7 +264,7 @@ class MeshFunction:
                 **options,
             ).compile()
 
-        with host_shapes(variables), self._layout.compiling(traced.specs):
+        with host_shapes(variables), self._layout.compiling(graph, traced.specs):
             program = self._sharding_updates(compiled)
         self._layout.report(variables, program.arguments.forms)
         check_constants(self.name, traced.constants)

@@ -38,6 +38,7 @@ from meshwright.framework.functions.keras_files import (
     end_at_once,
     is_built,
     share_files,
+    shorten_tracebacks,
     under_strategy,
     variables_of,
 )
@@ -47,6 +48,7 @@ from meshwright.framework.functions.keras_layouts import (
     table_of,
 )
 from meshwright.framework.functions.keras_plan import (
+    BATCH,
     STEPS,
     FitPlan,
     StepLayout,
@@ -61,7 +63,7 @@ from meshwright.framework.functions.keras_plan import (
     placed_variables,
     returned,
 )
-from meshwright.framework.functions.layout import Layout, LayoutTable
+from meshwright.framework.functions.layouts.layout import Layout, LayoutTable
 from meshwright.framework.sharding.annotations import mesh_split, sizes_of
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sharding.plan import ShardingPlan
@@ -140,7 +142,7 @@ class _Distributed:
         self._check_runs_compiled()
 
         def step(data, any_batch):
-            with tf.name_scope("batch"):  # For reports, in which no line is theirs.
+            with tf.name_scope(BATCH):  # For reports, in which no line is theirs.
                 leaves = [*map(self._split, tf.nest.flatten(data), any_batch)]
             data = tf.nest.pack_sequence_as(data, leaves)
             with sizes_of(self.mesh):
@@ -203,8 +205,7 @@ class _Distributed:
         """
         model, known = self.model, variables_of(self.model)
         if not model.compiled:
-            rows = layout.unused(known)
-            if any(re.search(_SLOT, row) for row in rows):
+            if any(re.search(_SLOT, row) for row in layout.unused(known)):
                 return (
                     "; for rows of optimizer slots call compile() before distribute()"
                 )
@@ -325,6 +326,7 @@ def distribute(
         _replace(made, name, method)
     share_files(model)
     end_at_once(model)
+    shorten_tracebacks()
     made.warn_of_idle_devices()
     return model
 
@@ -442,8 +444,7 @@ def plan(
     check_mesh(mesh, model.name)
     check_topology(topology, mesh)
     check_can_train(model, x, "mw.keras.plan")
-    devices = topology_devices(topology)
-    distribute(model, mesh, layout, devices=devices, **options)
+    distribute(model, mesh, layout, devices=topology_devices(topology), **options)
     step = program(model, x, y, batch_size=batch_size)
     return FitPlan(topology=topology, program=step)
 

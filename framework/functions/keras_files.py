@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.compiler.xla.processes import check_same, do_together
-from meshwright.framework.functions.layout import note_path, path_of
+from meshwright.framework.functions.layouts.layout import note_path, path_of
 from meshwright.framework.functions.mesh_variable import silent_readers
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -259,6 +259,18 @@ def end_at_once(model: Any) -> None:
         begin(model, iterator=iterator, data_batch=data_batch)
 
     model._maybe_symbolic_build = untune
+
+
+def shorten_tracebacks() -> None:
+    """Has Keras leave frames of this folder out of tracebacks, as its own and TF's.
+
+    They are between `fit` and the user's layer in each error of a trace.
+    """
+    from keras.src.utils import traceback_utils
+
+    hidden, here = traceback_utils._EXCLUDED_PATHS, os.path.dirname(__file__)
+    if here not in hidden:
+        traceback_utils._EXCLUDED_PATHS = (*hidden, here)
 
 
 def _check_callback(callback: Any) -> None:

@@ -19,7 +19,8 @@ from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.roofline import roofline
 from meshwright.framework.compiler.hlo.step_errors import error_text
 from meshwright.framework.compiler.hlo.step_time import StepTime, step_time
-from meshwright.framework.compiler.lowering.sources import shown_name
+from meshwright.framework.compiler.lowering.lower import nodes_of
+from meshwright.framework.compiler.lowering.sources import ANNOTATION, shown_name
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.repair.check import reported_to
 from meshwright.framework.compiler.repair.repaired import Repair
@@ -28,7 +29,8 @@ from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.hardware import GpuKind, TpuKind
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.functions.keras_files import are_of_keras, variables_of
-from meshwright.framework.functions.layout import Layout, by_path, layout_notes
+from meshwright.framework.functions.keras_layouts import NAMED
+from meshwright.framework.functions.layouts.layout import Layout, by_path, layout_notes
 from meshwright.framework.functions.mesh_variable import placed
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -37,6 +39,8 @@ from meshwright.framework.sizes import bytes_text
 
 STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 """The methods of a Keras model of which it makes the functions that it runs."""
+BATCH = "batch"
+"""The scope of the ops that split the rows of a batch."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,38 +105,64 @@ class StepLayout(Layout):
         notes, is_lacking = layout_notes(self.layout, self.mesh, variables, forms)
         level = logging.WARNING if is_lacking else logging.INFO
         logging.log(level, "%s: %s", self.model.name, notes)
+        if lacking := self.layout.lacking(variables, forms, self.mesh):
+            logging.warning("%s: %s", self.model.name, lacking)
 
     def compiling(
-        self, specs: Sequence[tf.TensorSpec]
+        self, graph: tf.Graph, specs: Sequence[tf.TensorSpec]
     ) -> contextlib.AbstractContextManager[None]:
-        """Has repairs for a batch of uneven rows reported with the remedy of Keras.
+        """Has repairs reported with the remedy of Keras, if there is one.
 
-        Those of ops that split no multiple of these rows unevenly have another cause.
+        Of a batch of uneven rows it is the batch size. Of a layout given by name, in a
+        model that annotates nothing, no shardings are the user's to change: there it is
+        information.
         """
         sizes = [spec.shape[0] for spec in specs if spec.shape.rank]
         uneven = next((size for size in sizes if size % self.rows), None)
-        if uneven is None:
-            return contextlib.nullcontext()
+        is_ours = isinstance(self.layout, NAMED) and not _has_annotations(graph)
 
         def report(name: str, repairs: Sequence[Repair]) -> Sequence[Repair]:
-            of_rows = [r for r in repairs if any(n % uneven == 0 for n in r.uneven)]
-            if of_rows:
-                is_told = self.told_uneven.is_set()
-                one = repr(shown_name(of_rows[0].op_name))
-                several = f"{len(of_rows)} ops, such as {one}"
-                self.told_uneven.set()
-                logging.log(
-                    logging.INFO if is_told else logging.WARNING,
-                    "%s: %s has a batch of %d rows, which %d devices do not divide: "
-                    "more is communicated for %s, which XLA gets wrong in uneven "
-                    "shards. Numbers are right. To save time, pass a batch_size, and "
-                    "so many rows (of validation_data too), that %d divides them",
-                    *(self.model.name, name, uneven, self.rows),
-                    *(one if len(of_rows) == 1 else several, self.rows),
-                )
-            return [repair for repair in repairs if repair not in of_rows]
+            if uneven is not None:
+                repairs = self._report_uneven(name, repairs, uneven)
+            if not is_ours:
+                return repairs
+            for repair in repairs:
+                logging.info("%s: %s: %s", self.model.name, name, repair)
+            return []
 
         return reported_to(report)
+
+    def _report_uneven(
+        self, name: str, repairs: Sequence[Repair], uneven: int
+    ) -> Sequence[Repair]:
+        """Tells of repairs for a batch of uneven rows, and returns the others.
+
+        Those of ops that split no multiple of these rows unevenly have another cause.
+        """
+        of_rows = [r for r in repairs if any(n % uneven == 0 for n in r.uneven)]
+        if of_rows:
+            is_told = self.told_uneven.is_set()
+            one = repr(shown_name(of_rows[0].op_name))
+            several = f"{len(of_rows)} ops, such as {one}"
+            self.told_uneven.set()
+            logging.log(
+                logging.INFO if is_told else logging.WARNING,
+                "%s: %s has a batch of %d rows, which %d devices do not divide: "
+                "more is communicated for %s, which XLA gets wrong in uneven "
+                "shards. Numbers are right. To save time, pass a batch_size, and "
+                "so many rows (of validation_data too), that %d divides them",
+                *(self.model.name, name, uneven, self.rows),
+                *(one if len(of_rows) == 1 else several, self.rows),
+            )
+        return [repair for repair in repairs if repair not in of_rows]
+
+
+def _has_annotations(graph: tf.Graph) -> bool:
+    """Whether a step annotates more than the rows of its batch, which we do."""
+    return any(
+        node.op == ANNOTATION and not node.name.startswith(f"{BATCH}/")
+        for node in nodes_of(graph.as_graph_def())
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import check_same, to_host
-from meshwright.framework.functions.layout import path_of
+from meshwright.framework.functions.layouts.layout import path_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import as_axes
 from meshwright.framework.sharding.sharding import Sharding

@@ -36,7 +36,7 @@ from meshwright.framework.compiler.lowering.errors import (
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.assertions import Checks
-from meshwright.framework.functions.layout import by_path, note_keras_paths
+from meshwright.framework.functions.layouts.layout import by_path, note_keras_paths
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
 from meshwright.framework.sharding.origins import keras_names
 from meshwright.framework.sharding.vectorize import our_rules

@@ -197,10 +197,9 @@ def _check_sizes(tensor: tf.Tensor, mesh: DeviceMesh) -> None:
     for axis in mesh.axis_names if own is not None else ():
         if axis in own.axis_names and own.axis_size(axis) != mesh.axis_size(axis):
             raise ValueError(
-                f"mesh_split in {tf.get_current_name_scope()!r}: {describe(tensor)}, "
-                f"and the mesh of this annotation is ({mesh}), but the model is on "
-                f"({own}): pass None in its place, which is the model's mesh, or "
-                "distribute the model on that one"
+                f"mesh_split: {describe(tensor)}, and the mesh of this annotation is "
+                f"({mesh}), but the model is on ({own}): pass None in its place, "
+                "which is the model's mesh, or distribute the model on that one"
             )
 
 
@@ -265,9 +264,15 @@ def checked_sharding(
 
 
 def describe(tensor: tf.Tensor) -> str:
-    """A tensor's name and shape, for messages; in a program the name has the layer."""
-    name = "" if tf.executing_eagerly() else f" {tensor.name!r}"
-    return f"tensor{name} has shape {tensor.shape}"
+    """A tensor's name and shape, for messages; in a program the layer is named too."""
+    if tf.executing_eagerly():
+        return f"tensor has shape {tensor.shape}"
+    scope, name = tf.get_current_name_scope(), repr(tensor.name)
+    if not tensor.name.startswith(
+        scope
+    ):  # It comes from another layer, or is an input.
+        name += f", used in {scope!r},"
+    return f"tensor {name} has shape {tensor.shape}"
 
 
 @tf.autograph.experimental.do_not_convert

@@ -123,19 +123,19 @@ class Sharding:
                 f"dims_mapping {dims_mapping!r} is {what}: give a sequence with an "
                 'entry for each dim, such as ["X", None]'
             )
+        made = cls(  # An unknown axis is told of before a wrong number of dims.
+            mesh,
+            tuple(_axes(mesh, entry) for entry in dims_mapping),
+            tuple(unspecified_dims),
+            unreduced=_axes(mesh, unreduced),
+            reduced=_axes(mesh, reduced),
+        )
         if rank is not None and len(dims_mapping) != rank:
             raise ValueError(
                 f"dims_mapping {list(dims_mapping)} is of rank {len(dims_mapping)}, "
                 f"and the tensor of rank {rank}; give one entry for each dim"
             )
-        dims = tuple(_axes(mesh, entry) for entry in dims_mapping)
-        return cls(
-            mesh,
-            dims,
-            tuple(unspecified_dims),
-            unreduced=_axes(mesh, unreduced),
-            reduced=_axes(mesh, reduced),
-        )
+        return made
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, rank: int) -> Sharding:
@@ -352,4 +352,9 @@ def _axes(mesh: DeviceMesh, entry) -> tuple[str, ...]:
                 f"0..{len(mesh.shape) - 1}, -1 for unsplit, or an axis name"
             )
         return (mesh.axis_names[entry],)
+    if not isinstance(entry, Iterable):
+        raise ValueError(
+            f"dims_mapping entry {entry!r} is no axis of the mesh ({mesh}): name an "
+            "axis, or several as a tuple, and None for a dim that is not split"
+        )
     return tuple(axis for element in entry for axis in _axes(mesh, element))

@@ -18,10 +18,8 @@ from keras.src import backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.initializers.random_initializers import RandomInitializer
 
-from meshwright.framework.functions.keras_layouts import (
-    names_of_dims,
-    split_dims,
-)
+from meshwright.framework.functions.keras_layouts import names_of_dims
+from meshwright.framework.functions.layouts.split_weights import split_dims
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import (
     Context,

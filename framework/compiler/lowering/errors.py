@@ -82,6 +82,16 @@ class LoweringError(ValueError):
     __init__ = Exception.__init__
 
 
+def check_not_eager(name: str) -> None:
+    """Raises LoweringError if TF is to run functions op by op, as none here does."""
+    if tf.config.functions_run_eagerly():
+        raise LoweringError(
+            f"{name}: tf.config.run_functions_eagerly(True) is in force, and what runs "
+            "on a mesh is compiled: call tf.config.run_functions_eagerly(False) before "
+            "it; to run op by op, use the function or model on one device"
+        )
+
+
 def no_elements(dtype: tf.DType) -> str:
     """What is wrong with elements that XLA has no type for; "" if it has one."""
     if dtype == tf.string:

@@ -212,8 +212,9 @@ def _check_state(name: str, requested: UpdateSharding, before, after) -> None:
 
 
 def _paths(structure) -> list[str]:
-    paths = nest.flatten_with_joined_string_paths(structure)
-    return [path.replace("/", ".") for path, _ in paths]
+    """The path of each leaf, as reports name it; a key may be a path of Keras."""
+    paths = nest.flatten_with_tuple_paths(structure)
+    return [".".join(map(str, path)) for path, _ in paths]
 
 
 def _state(

@@ -10,7 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.devices.device_order import device_order
-from meshwright.framework.devices.topology import place_on_torus, topology_of
+from meshwright.framework.devices.topology import (
+    expect_no_tpu,
+    place_on_torus,
+    topology_of,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -29,6 +33,7 @@ def jax_mesh(
       TypeError: `devices` is the name of a topology, or no sequence of devices.
       ValueError: the mesh has more devices than there are, or ids that no device has.
     """
+    expect_no_tpu()
     here = devices is None
     if isinstance(devices, str) or not (here or isinstance(devices, Iterable)):
         name = devices if isinstance(devices, str) else "v5e:2x4"

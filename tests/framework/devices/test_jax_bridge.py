@@ -53,6 +53,32 @@ def test_the_platform_is_chosen_first_thing_in_the_process():
     ]
 
 
+@pytest.mark.parametrize("begins", ["a program", "a function"])
+def test_where_no_tpu_is_libtpu_says_nothing_of_it(begins):
+    """JAX, of no platform, would have it look for one, at four lines of errors."""
+    code = """
+        import sys
+        import tensorflow as tf
+        import meshwright.framework as mw
+
+        mesh = mw.DeviceMesh(("x",), (1,))
+        if sys.argv[1] == "a program":
+            mw.compile_program(tf.sin, [tf.TensorSpec([8])], mesh)
+        else:
+            mw.function(tf.sin, mesh)(tf.zeros([8]))
+    """
+    own = ("TPU_", "JAX_", "XLA_", "ALLOW_MULTIPLE_LIBTPU")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), begins],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "TPU" not in result.stderr
+
+
 def test_an_unknown_platform_is_refused():
     with pytest.raises(ValueError, match='no platform .gpu.: .*did you mean "cuda"'):
         set_platform("gpu")

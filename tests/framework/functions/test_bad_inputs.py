@@ -276,3 +276,24 @@ def test_a_program_of_real_numbers(to_complex):
 def test_an_argument_of_another_kind(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_functions_that_are_to_run_eagerly_are_refused():
+    """TF's switch would go unheard, also of programs that are there already."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    mw.keras.distribute(model, MESH).fit(X, TARGETS, verbose=0)
+    ours = mw.function(first, MESH)
+    ours(X)
+    message = r"run_functions_eagerly\(True\) is in force, .* call .*eagerly\(False\)"
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(mw.LoweringError, match=f"train_step: .*{message}"):
+            model.fit(X, TARGETS, verbose=0)
+        with pytest.raises(mw.LoweringError, match=f"first: .*{message}"):
+            ours(X)
+        with pytest.raises(mw.LoweringError, match=message):
+            mw.compile_program(first, [tf.TensorSpec([8, 4])], MESH)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    ours(X)

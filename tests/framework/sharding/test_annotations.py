@@ -124,6 +124,11 @@ def test_a_rank_mismatch_names_the_shape(eager):
             lower(lambda x: annotate(x, sharding), [X])
     with pytest.raises(ValueError, match="is of rank 1, and the tensor of rank 2"):
         mesh_split(tf.zeros([8, 16]), MESH, ["X"])
+    # A wrong axis is told of first, and what is no axis as such.
+    with pytest.raises(ValueError, match="unknown mesh axis 'W': the mesh has"):
+        mesh_split(tf.zeros([8, 16]), MESH, ["W"])
+    with pytest.raises(ValueError, match="entry Ellipsis is no axis of the mesh"):
+        mesh_split(tf.zeros([8, 16]), MESH, [..., "X"])
 
 
 def test_in_a_program_the_tensor_and_with_it_the_layer_is_named():

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import meshwright.framework as mw
 from meshwright.framework.functions import progress
-from meshwright.framework.functions.layout import LayoutTable
+from meshwright.framework.functions.layouts.layout import LayoutTable
 
 LAYERS = keras.layers
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
@@ -102,9 +102,9 @@ def test_a_layer_is_split_over_the_mesh_of_its_model():
     other = mw.DeviceMesh(("data", "model"), (4, 2))
     model = mw.keras.distribute(split_by(other), MESH)
     message = (
-        r"mesh_split in 'annotated/split': tensor .* has shape \(None, 8\), and the "
-        r"mesh of this annotation is \(data=4, model=2\), but the model is on "
-        r"\(data=2, model=4\): pass None in its place"
+        r"mesh_split: tensor 'batch/.*', used in 'annotated/split', has shape "
+        r"\(None, 8\), and the mesh of this annotation is \(data=4, model=2\), but the "
+        r"model is on \(data=2, model=4\): pass None in its place"
     )
     with pytest.raises(ValueError, match=message):
         model.fit(x, y, verbose=0)

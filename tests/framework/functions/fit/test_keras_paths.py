@@ -9,8 +9,9 @@ import tensorflow as tf
 from jax.sharding import PartitionSpec as P
 
 import meshwright.framework as mw
-from meshwright.framework.functions.keras_layouts import TensorParallel, split_weights
-from meshwright.framework.functions.layout import LayoutTable, layout_notes
+from meshwright.framework.functions.keras_layouts import TensorParallel
+from meshwright.framework.functions.layouts.layout import LayoutTable, layout_notes
+from meshwright.framework.functions.layouts.split_weights import split_weights
 from meshwright.framework.functions.mesh_variable import value_of
 from meshwright.framework.sharding.stored_form import StoredForm
 from tests.framework.hlo.why.why_programs import flat

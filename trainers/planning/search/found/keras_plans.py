@@ -31,12 +31,9 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 from meshwright.framework.devices.topology import Topology, topology_devices
 from meshwright.framework.functions import keras as mesh_keras
 from meshwright.framework.functions.keras_files import variables_of
-from meshwright.framework.functions.keras_layouts import (
-    batch_axes,
-    layout_of,
-    split_weights,
-)
+from meshwright.framework.functions.keras_layouts import batch_axes, layout_of
 from meshwright.framework.functions.keras_plan import FitPlan
+from meshwright.framework.functions.layouts.split_weights import split_weights
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.planning.search.found.alike import distinct, plainest

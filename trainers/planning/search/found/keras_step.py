@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.errors import leaves_of
 from meshwright.framework.functions.keras_plan import check_rows, check_sizes
-from meshwright.framework.functions.layout import Layout
+from meshwright.framework.functions.layouts.layout import Layout
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap, as_key
 from meshwright.framework.sharding.mesh import DeviceMesh

@@ -83,6 +83,22 @@ class Layout:
         del variables, mesh
         return ""
 
+    def lacking(
+        self,
+        variables: Sequence[tf.Variable],
+        forms: Sequence[StoredForm | None],
+        mesh: DeviceMesh,
+    ) -> str:
+        """What it should do and cannot, for a warning with its remedy; "" if nothing.
+
+        Args:
+          variables: of a compiled program.
+          forms: in which it keeps them.
+          mesh: the program's.
+        """
+        del variables, forms, mesh
+        return ""
+
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
         """Raises ValueError if it does not fit the variables of the program `name`."""
 
@@ -90,10 +106,15 @@ class Layout:
     """Whether variables that a trace made are there for the next call; see `trace`."""
 
     def compiling(
-        self, specs: Sequence[tf.TensorSpec]
+        self, graph: tf.Graph, specs: Sequence[tf.TensorSpec]
     ) -> contextlib.AbstractContextManager[None]:
-        """Is open while a program for arguments of such specs is compiled."""
-        del specs
+        """Is open while a program is compiled.
+
+        Args:
+          graph: of the function.
+          specs: of its tensors.
+        """
+        del graph, specs
         return contextlib.nullcontext()
 
     def report(

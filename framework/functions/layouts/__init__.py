@@ -1,0 +1,1 @@
+"""TF functions with variables, run on a mesh."""
