@@ -62,6 +62,8 @@ from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
 
+_MOST_LINES = 100  # Of lists by which users write rules.
+
 
 def check_is_there(source: InitializeFrom) -> None:
     """Checks that there is a checkpoint at a path, of any kind; reads no arrays.
@@ -218,8 +220,8 @@ class _Fitting:
         if problems:
             raise CheckpointError(
                 f"the weights of {self._source.checkpoint} do not fit this model:"
-                f"{bullet_list(problems)}\nsee InitializeFrom.rules, only, missing and "
-                "unused"
+                f"{bullet_list(problems, _MOST_LINES)}\nsee InitializeFrom.rules, "
+                "only, missing and unused"
             )
         self._check_orders(saved)
         return {
@@ -278,11 +280,11 @@ class _Fitting:
         for problem in self._known.problems:
             log.warning("not taken, as Keras would not load it: %s", problem)
         if initialized := self._initialized():
-            log_line(
-                "initialized %d others:%s", len(initialized), bullet_list(initialized)
-            )
+            names = bullet_list(initialized, _MOST_LINES)
+            log_line("initialized %d others:%s", len(initialized), names)
         if unused := self.unused:
-            log_line("not used, %d of its arrays:%s", len(unused), bullet_list(unused))
+            names = bullet_list(unused, _MOST_LINES)
+            log_line("not used, %d of its arrays:%s", len(unused), names)
 
     def _match(self, saved: Mapping[str, ArraySpec]) -> list[str]:
         """Fills `pieces` and `unused`; returns the errors of rules and patterns."""

@@ -278,9 +278,9 @@ def _is_restaged(old: ArraySpec, new: ArraySpec) -> bool:
     )
 
 
-def bullet_list(lines: Sequence[str]) -> str:
+def bullet_list(lines: Sequence[str], most: int = _MAX_SHOWN) -> str:
     """The first lines, indented and below each other, and the number of the rest."""
-    shown = list(lines[:_MAX_SHOWN])
+    shown = list(lines[:most])
     if len(lines) > len(shown):
         shown[-1] = f"... and {len(lines) - len(shown) + 1} more"
     return "".join(f"\n  {line}" for line in shown)

@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Callable
 
+import jax
+
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -138,16 +140,6 @@ def train_and_evaluate(
         return loop.run_to_end()
 
 
-def check_is_saved(run: Run) -> None:
-    """Checks that there is a checkpoint to evaluate, before any data are read.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
-        checkpoints.existing()
-
-
 def evaluate_latest(
     programs: StepPrograms, run: Run, peers: Peers | None = None
 ) -> dict[str, float] | None:
@@ -202,17 +194,19 @@ class _Loop:
         self.roll_backs_since_save = 0
         self.calls: CallBatches | None = None
         self.saved_input: NestedMap | None = None
+        self.taken: dict[str, jax.Array] = {}
 
     def run_to_end(self) -> TrainResult:
         if self.run.evaluate:
             check_held_out(self.experiment)
         self.checkpoints.check_newest(TrainState.abstract(self.programs))
-        notes = check_first(self.experiment)
-        trace(self.programs)
-        for line in notes + start_notes(self.programs):
-            log_line("%s", line)
-        replicated = replication.report_text(self._replicated())
+        self.taken = self._taken()  # Those that do not fit are refused at once.
+        replicated, most = None, self.experiment.num_steps
+        if (self.checkpoints.latest_step() or 0) < most:
+            replicated = self._traced()
         state, folder = self._restored_or_initial(), self.run.model_dir
+        if replicated is None and state.step < most:  # The newest is damaged.
+            replicated = self._traced()
         # From here on the folder is this experiment's, to be written to.
         write_files(folder, self.experiment.task.trained_files())
         with (
@@ -223,15 +217,17 @@ class _Loop:
         ):
             return self._run_from(state, replicated)
 
-    def _run_from(self, state: TrainState, replicated: str) -> TrainResult:
+    def _run_from(self, state: TrainState, replicated: str | None) -> TrainResult:
+        """Trains from a state; `replicated` is None if all its steps are made."""
         step = state.step
-        if step >= self.experiment.num_steps:
-            self.stop.leave = None  # All is trained, whatever stops the evaluation.
         self.summaries.gin_config(step, self.run.config)
         if self.run.config:
             write_hyperparameters(self.run.model_dir, self.run.config)
-        self.summaries.text(step, "left replicated", replicated)
-        self._report_updates(step)
+        if replicated is None:
+            self.stop.leave = None  # All is trained, whatever stops the evaluation.
+        else:
+            self.summaries.text(step, "left replicated", replicated)
+            self._report_updates(step)
         if step < self.experiment.num_steps and not self.stop.reached():
             step = self._train(state, step)
         self.stop.has_steps = False  # They are saved.
@@ -379,18 +375,24 @@ class _Loop:
             _ = self.programs.histograms  # Before the steps, in case it does not fit.
         return main
 
-    def _replicated(self) -> list[replication.ReplicatedTensor]:
-        """Reports what stays replicated of state and batch, before any compiling."""
+    def _traced(self) -> str:
+        """Traces `main`; returns a report on what of state and batch is replicated."""
+        notes = check_first(self.experiment)
+        trace(self.programs)
         tensors = replication.replicated_state(self.programs)
-        for line in replication.report_lines(self.programs, tensors):
+        lines = replication.report_lines(self.programs, tensors)
+        for line in [*notes, *start_notes(self.programs), *lines]:
             log_line("%s", line)
         replication.check_budget(tensors, self.experiment.replicated_budget)
-        return tensors
+        return replication.report_text(tensors)
 
     def _restored_or_initial(self) -> TrainState:
         step = self.checkpoints.latest_step()
         if step is None:
-            return self._initial()
+            log_line("initializing weights")
+            state = TrainState.initial(self.programs).logical()
+            state, self.taken = with_weights(state, self.taken), {}
+            return TrainState(self.programs, state)
         log_line("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
         # Restores an earlier step if that step is damaged.
@@ -403,16 +405,13 @@ class _Loop:
             self.saved_input = self.checkpoints.input_state(state.step)
         return state
 
-    def _initial(self) -> TrainState:
-        source, taken = self.experiment.initialize_from, {}
-        if source is not None:
-            # First: weights that do not fit raise before anything is compiled.
-            programs, task = self.programs, self.experiment.task
-            theta = TrainState.abstract(programs).theta
-            taken = weights_from(source, theta, task, orders=programs.layer_orders)
-        log_line("initializing weights")
-        state = TrainState.initial(self.programs)
-        return TrainState(self.programs, with_weights(state.logical(), taken))
+    def _taken(self) -> dict[str, jax.Array]:
+        """Weights of another model to start from, if there is nothing to go on from."""
+        source, programs = self.experiment.initialize_from, self.programs
+        if source is None or self.checkpoints.latest_step() is not None:
+            return {}
+        theta, orders = TrainState.abstract(programs).theta, programs.layer_orders
+        return weights_from(source, theta, self.experiment.task, orders=orders)
 
     def _save(self, step: int, state: TrainState) -> None:
         """Saves the state in the background, or raises if it is not finite."""

@@ -94,10 +94,7 @@ def _dry_run(experiment: Experiment) -> None:
 def _train_or_evaluate(
     experiment: Experiment, run: loop.Run, peers: Peers | None
 ) -> int | None:
-    if train_flags.MODE.value == "eval":
-        loop.check_is_saved(run)
-    else:
-        _check_has_a_start(experiment, run)
+    _check_has_a_start(experiment, run)
     programs = StepPrograms(experiment)
     programs.check_weights_of_plan()
     output = sys.stdout if is_first_process() else io.StringIO()
@@ -142,15 +139,20 @@ def _leave(stop: int) -> NoReturn:
 
 
 def _check_has_a_start(experiment: Experiment, run: loop.Run) -> None:
-    """Checks that the weights to start from are there, before a program is traced.
+    """Checks that there are weights to start from, before data or programs are made.
 
     Raises:
-      CheckpointError: they are not, and the run has no checkpoint to go on from.
+      CheckpointError: there are none to evaluate; or those to initialize from are not
+        there, and the run has no checkpoint to go on from.
     """
-    if (source := experiment.initialize_from) is not None:
-        with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
-            if checkpoints.latest_step() is None:
-                check_is_there(source)
+    source, evaluates = experiment.initialize_from, train_flags.MODE.value == "eval"
+    if source is None and not evaluates:
+        return
+    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+        if evaluates:
+            checkpoints.existing()
+        elif checkpoints.latest_step() is None:
+            check_is_there(source)
 
 
 def _print_result(task: Task, result: loop.TrainResult, seconds: float) -> None:

@@ -44,6 +44,12 @@ def test_training_goes_on_from_the_step_before_a_damaged_one(straight, damaged, 
         np.testing.assert_array_equal(leaf, expected[path])
 
 
+def test_the_last_step_is_made_again_if_it_is_damaged(straight, damaged):
+    want, _ = straight(5)
+    result = train(five_steps_a_loop(), damaged, num_steps=10)
+    assert result.losses == {s: want.losses[s] for s in range(6, 11)}
+
+
 def test_evaluation_of_the_step_before_a_damaged_one(damaged, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     before = files_of(damaged / "checkpoints")
@@ -52,7 +58,9 @@ def test_evaluation_of_the_step_before_a_damaged_one(damaged, caplog):
     assert files_of(damaged / "checkpoints") == before
 
 
-def test_training_begins_with_weights_of_another_run(straight, tmp_path, caplog):
+def test_training_begins_with_weights_of_another_run(
+    straight, tmp_path, caplog, monkeypatch
+):
     caplog.set_level(logging.INFO, logger="absl")
     want, folder = straight(5)
     source = InitializeFrom(checkpoint=str(folder))
@@ -68,3 +76,8 @@ def test_training_begins_with_weights_of_another_run(straight, tmp_path, caplog)
     assert not any(line.startswith("took ") for line in caplog.messages)
     with pytest.raises(CheckpointError, match="there is no checkpoint in .*gone"):
         train(programs, tmp_path / "new", num_steps=5, initialize_from=gone)
+    # What does not fit is refused before anything is traced.
+    monkeypatch.setattr(loop, "trace", None)
+    other = InitializeFrom(checkpoint=str(folder), only=("nothing",))
+    with pytest.raises(CheckpointError, match="'nothing', which matches no weight"):
+        train(programs, tmp_path / "new", num_steps=5, initialize_from=other)
