@@ -304,7 +304,7 @@ def _why_inoperative(binding: Binding) -> str | None:
     if binding.selector == MACRO:
         macro = "/".join(binding.scope)
         referred = {
-            scope
+            scope: key_text(bound.key)
             for bound in bindings()
             for scope, selector in references(bound.value)
             if selector == MACRO
@@ -318,8 +318,9 @@ def _why_inoperative(binding: Binding) -> str | None:
         unused = f"nothing in use refers to %{macro}"
         if here := of_macro(macro):
             return f"{unused}: {here}"
-        # Bindings that are not in use themselves may refer to it.
-        return f"{unused}: remove it" + nearest(macro, referred - {macro}, prefix="%")
+        if macro in referred:
+            return f"{unused}, only {referred[macro]}, which is not in use: remove it"
+        return unused + (nearest(macro, referred, prefix="%") or ": remove it")
     if not calls:
         return f"gin built no {name}: refer to it as @{name}(), or remove the binding"
     if not inside:

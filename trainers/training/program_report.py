@@ -31,6 +31,19 @@ _PACKAGE = __name__.split(".")[0]
 
 _POLL_SECONDS = 0.2
 
+_OF_THE_LOOP = tuple(
+    f"Experiment.{name} = "
+    for name in (
+        "checkpoint_interval",
+        "decode_batches",
+        "eval_batches",
+        "eval_interval",
+        "keep_checkpoints",
+        "num_steps",
+        "summary_interval",
+    )
+)
+
 
 class _Abandoned(SystemExit):
     """Ends the thread, without a word even if it comes twice."""
@@ -82,10 +95,15 @@ class ProgramWriter:
         start = time.perf_counter()
         try:
             digest = digest_of(programs, self._config)
-            if program_files.are_of(self._folder, digest, programs.traced_main):
+            traced = programs.traced_main
+            kept = program_files.kept_plan(self._folder, digest, traced)
+            if kept is not None:
                 log_line(
                     "the program's plan and page for TensorBoard are there already"
                 )
+                if kept["config"] != self._config:
+                    kept["config"] = self._config
+                    program_files.write_plan(self._folder, kept)
                 return
             report = report_of(programs, compile_seconds=compile_seconds)
             values = document(report, config_text=self._config) | {"digest": digest}
@@ -109,8 +127,12 @@ def digest_of(programs: StepPrograms, config: str) -> str:
     """Tells apart programs whose plans or pages differ.
 
     The page names lines of code: so the digest depends on the sources of all modules
-    that are not installed, too. Those of this package are among the versions.
+    that are not installed, too. Those of this package are among the versions. Of the
+    configuration what only the trainer's loop reads makes no difference.
     """
+    config = "\n".join(
+        line for line in config.splitlines() if not line.startswith(_OF_THE_LOOP)
+    )
     mesh, device = programs.experiment.plan.mesh, jax.devices()[0].device_kind
     versions = json.dumps(plan_cache.versions())
     digest = hashlib.sha256(programs.traced_main.written.stable_hlo)

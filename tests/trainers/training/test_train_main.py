@@ -72,7 +72,7 @@ def compiled(monkeypatch):
             "Repeat.num_layers is 'two'; it must be a whole number, such as 2\n"
             "  It is bound by `Repeat.num_layers = %NUM_LAYERS`",
         ),
-        (["NUM_LAYER = 3"], r"to %NUM_LAYER: remove it\n  Did you mean %NUM_LAYERS"),
+        (["NUM_LAYER = 3"], r"to %NUM_LAYER\n  Did you mean %NUM_LAYERS"),
         (
             ["Experiment.optimizer = @SGD()"],
             "SGD.learning_rate must be set: .*--gin_param='SGD.learning_rate = ...'",

@@ -47,7 +47,7 @@ _MACROS_IN_WORDS = {
     "MODEL_DIR": "the flag --model_dir",
     "TASK_FEATURE_LENGTHS": (
         "SEQUENCE_LENGTH of a language model, SOURCE_LENGTH and TARGET_LENGTH of a "
-        "translation"
+        "translation; a PairDataset has the lengths of the rows that it is given"
     ),
     "USE_CACHED_TASKS": _SEQIO,
 }

@@ -45,22 +45,27 @@ def write(run: str, document: Mapping[str, Any], traced: TracedProgram) -> None:
             _write(page_file, page)
         elif tf.io.gfile.exists(page_file):  # Of an earlier program.
             tf.io.gfile.remove(page_file)
-        # The plan is last: by it TensorBoard knows the run.
-        _write(os.path.join(folder, PLAN), json.dumps(document))
+        write_plan(run, document)  # Last: by it TensorBoard knows the run.
     except tf.errors.OpError as error:
         raise OSError(f"cannot write to {folder} ({error}): free some space") from error
 
 
-def are_of(run: str, digest: str, traced: TracedProgram) -> bool:
-    """Whether a run's folder has all files of a document with this digest."""
+def write_plan(run: str, document: Mapping[str, Any]) -> None:
+    """Writes the plan alone, beside the page of its program."""
+    _write(os.path.join(run, FOLDER, PLAN), json.dumps(document))
+
+
+def kept_plan(run: str, digest: str, traced: TracedProgram) -> dict[str, Any] | None:
+    """The plan with this digest, if a run's folder has all files of its program."""
     folder = os.path.join(run, FOLDER)
     try:
         with tf.io.gfile.GFile(os.path.join(folder, PLAN)) as file:
-            if json.load(file).get("digest") != digest:
-                return False
-        return _has_page(traced) == tf.io.gfile.exists(os.path.join(folder, PAGE))
+            document = json.load(file)
+        page = tf.io.gfile.exists(os.path.join(folder, PAGE))
+        is_of = document.get("digest") == digest and page == _has_page(traced)
+        return document if is_of else None
     except (tf.errors.OpError, ValueError, AttributeError):
-        return False  # There is none, or it is damaged.
+        return None  # There is none, or it is damaged.
 
 
 def _has_page(traced: TracedProgram) -> bool:

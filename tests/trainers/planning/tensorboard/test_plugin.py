@@ -1,5 +1,6 @@
 """The tab Meshwright of TensorBoard, in a browser, on the logs of a small training."""
 
+import functools
 import importlib
 import json
 import logging
@@ -291,23 +292,32 @@ def test_a_start_with_the_same_program_writes_no_page(tmp_path, caplog, monkeypa
     caplog.set_level(logging.INFO, logger="absl")
     programs, folder = small_programs(), tmp_path / "meshwright"
     traced = programs.traced_main
-    digest = digest_of(programs, "config")
-    program_files.write(str(tmp_path), {"digest": digest}, traced)
-    again = small_programs()
-    writer = ProgramWriter(str(tmp_path), "config", StopRequest())
-    writer.start(again, 0.0)
-    writer.close()
-    assert caplog.messages[-1].endswith("page for TensorBoard are there already")
-    assert digest_of(again, "another") != digest == digest_of(again, "config")
+    config = "Experiment.num_steps = 2\nExperiment.seed = 0"
+    digest = digest_of(programs, config)
+    document = {"digest": digest, "config": config}
+    program_files.write(str(tmp_path), document, traced)
+    page = (folder / "program.html").stat().st_mtime_ns
+    again, longer = small_programs(), config.replace("2", "3")
+    for text in (config, longer):
+        writer = ProgramWriter(str(tmp_path), text, StopRequest())
+        writer.start(again, 0.0)
+        writer.close()
+        assert caplog.messages[-1].endswith("page for TensorBoard are there already")
+        plan = json.loads((folder / "plan.json").read_text())
+        assert plan == {"digest": digest, "config": text}
+    assert (folder / "program.html").stat().st_mtime_ns == page
+    assert digest_of(again, config.replace("seed = 0", "seed = 1")) != digest
+    kept_plan = functools.partial(program_files.kept_plan, str(tmp_path))
+    assert kept_plan("another", traced) is None
     (folder / "program.html").rename(folder / "another.html")
-    assert not program_files.are_of(str(tmp_path), digest, traced)
+    assert kept_plan(digest, traced) is None
     (folder / "another.html").rename(folder / "program.html")
-    assert program_files.are_of(str(tmp_path), digest, traced)
+    assert kept_plan(digest, traced)["config"] == longer
     (folder / "plan.json").write_text("[")
-    assert not program_files.are_of(str(tmp_path), digest, traced)
+    assert kept_plan(digest, traced) is None
     changed = plan_cache.versions() | {"jax": "another"}
     monkeypatch.setattr(plan_cache, "versions", lambda: changed)
-    assert digest_of(again, "config") != digest
+    assert digest_of(again, config) != digest
 
 
 def test_training_goes_on_without_its_page(tmp_path, caplog):
