@@ -78,7 +78,8 @@ class DatasetInput(BatchedInput):
         if held_out is not None and held_out.element_spec != train.element_spec:
             raise ValueError(
                 f"{self._name}.held_out and {self._name}.train return examples that "
-                "differ: make them alike (.unbatch() undoes .batch())"
+                "differ: give both the same tensors, of the same shapes and kinds "
+                "(.unbatch() undoes .batch())"
                 f"\nheld_out:{_lines(held_out)}\ntrain:{_lines(train)}"
             )
         object.__setattr__(self, "_structure", train.element_spec)

@@ -128,6 +128,25 @@ class PackedRows(DatasetInput, TokenInput):
             )
         return lines
 
+    def unshifted(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
+        """Warnings of ids that are the labels, so that there is nothing to predict."""
+        lines = []
+        for side in self.sides if batches else ():
+            if not side.labels:
+                continue
+            ids, labels, weights = (
+                np.concatenate([batch[name] for batch in batches])
+                for name in (side.ids, side.labels, side.weights)
+            )
+            same = (ids == labels)[weights > 0]
+            if same.size and same.all():
+                lines.append(
+                    f"{self._name}: in the first {len(ids):,} rows {side.ids} are "
+                    f"{side.labels}, so that the model reads what it is to predict: "
+                    f"shift {side.ids} by one, as in tf.concat([[0], labels[:-1]], 0)"
+                )
+        return lines
+
     def length(self, side: Side) -> int:
         """S of a side.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -20,6 +21,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import Resume
 from meshwright.tasks.input.packed_rows import PackedRows
 from meshwright.trainers.experiment.experiment import Experiment
+
+log = logging.getLogger("absl")
 
 _FIRST_ROWS = 256
 # How tf.data reports an exception in a Python function: with a copy of the traceback,
@@ -54,7 +57,10 @@ def check_first(experiment: Experiment) -> list[str]:
     if not isinstance(given, PackedRows) or given.resume is Resume.ANEW:
         return []
     batches = task.train_batches(0, global_batch=rows, rows=range(rows))
-    return given.fullness([*arrays(batches.take(-(-_FIRST_ROWS // rows)))])
+    first = [*arrays(batches.take(-(-_FIRST_ROWS // rows)))]
+    for line in given.unshifted(first):
+        log.warning("%s", line)
+    return given.fullness(first)
 
 
 class CallBatches:
@@ -89,6 +95,7 @@ class CallBatches:
             )
         )
         self._batches = arrays(self._iterator)
+        self._number = start_step
         self._spec = str(self._iterator.element_spec)
         self._taken: list[NestedMap] = []
         self._unused: list[NestedMap] = []
@@ -113,7 +120,15 @@ class CallBatches:
         return given[0].map(lambda *leaves: np.stack(leaves), *given[1:])
 
     def _next(self) -> NestedMap:
-        return self._unused.pop(0) if self._unused else next(self._batches)
+        if self._unused:
+            return self._unused.pop(0)
+        self._number += 1
+        try:
+            return next(self._batches)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (batch {self._number:,} of the training data)"
+            ) from error
 
     def give(self, rows: range) -> None:
         """Gives these rows of what is read, where all rows are."""

@@ -108,10 +108,10 @@ def test_held_out_examples_are_like_those_for_training():
     def batched():
         return numbers(8).batch(4, drop_remainder=True)
 
-    with pytest.raises(ValueError, match="make them alike") as error:
+    with pytest.raises(ValueError, match="give both the same tensors") as error:
         DatasetInput(train=lambda: numbers().map(lambda x: (x, 1.5)), held_out=batched)
     assert str(error.value).endswith(
-        "make them alike (.unbatch() undoes .batch())\n"
+        "of the same shapes and kinds (.unbatch() undoes .batch())\n"
         "held_out:\n  x: int64 (4,)\ntrain:\n  x: int64 ()\n  y: float32 ()"
     )
 

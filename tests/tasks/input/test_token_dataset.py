@@ -14,7 +14,7 @@ from meshwright.tasks.input.batched_input import Resume
 from meshwright.tasks.input.token_dataset import PairDataset, TokenDataset
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.trainers.cli import build_experiment
-from meshwright.trainers.experiment.batches import check_first
+from meshwright.trainers.experiment.batches import CallBatches, check_first
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.tasks.text.parallel_files import install_all
@@ -162,6 +162,35 @@ def test_a_served_text_of_t5_s_tokens_starts_with_0():
     want = tf.nn.log_softmax(task.logits(Context(), theta, text))
     got = task.serving.serve(Context(), theta, NestedMap(ids=text.ids))
     np.testing.assert_allclose(got.log_probs[:, :4], want[:, :4], rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_that_is_refused_in_training_is_named():
+    experiment = small_programs().experiment
+    task = dataclasses.replace(experiment.task, text=dataset(vocab_size=33))
+    how = {"task": task, "global_batch": 1, "steps_per_loop": 1}
+    calls = CallBatches(dataclasses.replace(experiment, **how), 2, range(1))
+    assert (next(calls)["labels"].max(), next(calls)["labels"].max()) == (24, 32)
+    with pytest.raises(ValueError, match=r"refused: .* \(batch 5 of the "):
+        next(calls)
+
+
+def test_ids_that_are_the_labels_are_warned_of(caplog):
+    experiment = small_programs().experiment
+    same = np.arange(5 * S, dtype=np.int32).reshape(5, S)
+    weights = np.zeros([5, S], np.float32)
+    for given, is_warned in (
+        (dataset(labels=same), True),
+        (dataset(), False),
+        (dataset(labels=same, weights=weights), False),  # Of a first batch of padding.
+        (dataset(labels=same + np.eye(5, S, dtype=np.int32)), False),
+    ):
+        caplog.clear()
+        task = dataclasses.replace(experiment.task, text=given)
+        check_first(dataclasses.replace(experiment, task=task, global_batch=5))
+        warned = [r.getMessage() for r in caplog.records if r.levelno > logging.INFO]
+        assert bool(warned) == is_warned, warned
+        for line in warned:
+            assert "in the first 260 rows ids are labels, so that the model" in line
 
 
 T = 6
