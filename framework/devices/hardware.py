@@ -3,7 +3,7 @@
 For TPUs peaks, memory and links are as published; cycles are the compiler's. Their
 meaning was checked by compiling an 8192-cube bfloat16 product for each kind: the
 `flops_per_cycle` here is the next multiple of a 128 x 128 matrix unit above what the
-compiler's `estimated_cycles` gave (32219, 63497, 117756, 115044, 236349, 369231,
+compiler's `estimated_cycles` gave (32219, 63497, 243060, 115044, 236349, 369231,
 422142), and clock x flops_per_cycle is the published peak within 2%.
 """
 
@@ -74,7 +74,8 @@ class TpuKind(Hardware):
       largest: chips along the dims of the largest pod.
       wraps_from: the number of chips along a dim from which its ends are linked.
       cubes: whether ends are linked in all dims, if all are multiples of `wraps_from`.
-      is_merged: whether a machine, unlike a topology, has both cores as one device.
+      chip_config: the name by which libtpu is asked for devices as a machine has them;
+        None if it describes these by itself.
     """
 
     name: str
@@ -85,7 +86,7 @@ class TpuKind(Hardware):
     largest: tuple[int, ...]
     wraps_from: int
     cubes: bool = False
-    is_merged: bool = False
+    chip_config: str | None = None
     # "Typically around 1us" a link, of no kind in particular, by "How To Scale Your
     # Model" (jax-ml.github.io/scaling-book), part 3. That v2 and v3 are as fast, and
     # that the way to a chip's other core takes nothing, are guesses.
@@ -137,20 +138,20 @@ TPU_KINDS = {
             wraps_from=32,
             source=_CACM,
         ),
-        # libtpu describes the two cores of a chip as two devices.
+        # A machine shows the two cores of a chip as one device, a "megacore".
         TpuKind(
             name="v4",
             jax_name="TPU v4",
-            cores=2,
+            cores=1,
             clock=1.05e9,
-            flops_per_cycle=4 * 2 * 128 * 128,
-            memory=int(15.25 * _GIB),
-            memory_bandwidth=600e9,
+            flops_per_cycle=8 * 2 * 128 * 128,
+            memory=int(30.75 * _GIB),
+            memory_bandwidth=1200e9,
             link_bandwidth=50e9,
             largest=(16, 16, 16),
             wraps_from=4,
             cubes=True,
-            is_merged=True,
+            chip_config="megacore",
             source=_ISCA,
         ),
         TpuKind(
@@ -309,7 +310,7 @@ def peak_flops(device_count: int) -> float | None:
     device = jax.devices()[0]
     tpu = tpu_kind_of(device)
     if tpu is not None:
-        return tpu.peak_flops * (tpu.cores if tpu.is_merged else 1) * device_count
+        return tpu.peak_flops * device_count
     gpu = _gpu_kind_of(device)
     return None if gpu is None else gpu.peak_flops * device_count
 

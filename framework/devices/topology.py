@@ -150,26 +150,34 @@ def _of_kind(kind: str, size: str) -> str:
         with contextlib.suppress(ValueError):
             return topology(f"{kind}:{size}").name
         return ""
-    # Names of machines count the two cores of a v5p chip, which are one device.
-    devices = int(size) // 2 if kind == "v5p" else int(size)
+    # Names of machines count the two cores of a chip, which are one device.
+    devices = int(size) // 2 if kind in ("v4", "v5p") else int(size)
     boxes = [box for box in of_size(devices) if box.kind.name == kind]
     return boxes[0].name if boxes else ""
 
 
 def of_size(size: int) -> list[Topology]:
-    """The most square topology of `size` devices, for each kind that has one."""
+    """The most square topology of `size` devices, for each kind that has one.
+
+    From four chips on it has entire hosts, so that the chips along x and y are even.
+    """
     boxes_found = []
     for kind in TPU_KINDS.values():
         boxes = (
             Topology(kind=kind, chips=chips)
             for chips in itertools.product(*map(_halvings, sorted(kind.largest)))
         )
-        fitting = [box for box in boxes if box.size == size]
+        fitting = [box for box in boxes if box.size == size and _has_entire_hosts(box)]
         if fitting:
             boxes_found.append(
-                min(fitting, key=lambda box: (max(box.chips), box.chips))
+                min(fitting, key=lambda box: (sum(box.chips), box.chips))
             )
     return boxes_found
+
+
+def _has_entire_hosts(box: Topology) -> bool:
+    x, y = box.chips[:2]
+    return math.prod(box.chips) < _CHIPS_OF_A_HOST or (x % 2 == 0 and y % 2 == 0)
 
 
 def _halvings(most: int) -> list[int]:
@@ -182,7 +190,8 @@ def topology_devices(name: str) -> list[jax.Device]:
 
     Args:
       name: kind and chips along each dim, such as "v3:32x32", the 2048 cores of the
-        GSPMD and GShard papers: a v2 or v3 chip is two devices. Or a kind of GPU and
+        GSPMD and GShard papers: a v2, v3 or tpu7x chip is two devices, of other kinds
+        one. Or a kind of GPU and
         its hosts, such as "h100:4x8".
 
     Returns:
@@ -197,6 +206,8 @@ def topology_devices(name: str) -> list[jax.Device]:
     if isinstance(box, GpuTopology):
         return gpu_devices(box)
     give_compiler_stack()
+    if box.kind.chip_config is not None:
+        options["chip_config_name"] = box.kind.chip_config
     if math.prod(box.chips) < _CHIPS_OF_A_HOST:
         options["chips_per_host_bounds"] = (*box.chips, 1, 1)[:3]
     if jax.default_backend() != "tpu":

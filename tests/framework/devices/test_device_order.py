@@ -26,7 +26,7 @@ def test_published_peaks(kind):
     published = {
         "v2": 22.5,
         "v3": 61.5,
-        "v4": 137.5,
+        "v4": 275,
         "v5e": 197,
         "v5p": 459,
         "v6e": 918,

@@ -47,7 +47,9 @@ def matmul(mesh, devices):
         ("v5litepod-16", "did you mean 'v5e:4x4'"),
         ("v5litepod:2x4", "did you mean 'v5e:2x4'"),
         ("v3-8", "did you mean 'v3:2x2'"),
+        ("v4-8", "did you mean 'v4:2x2x1'"),
         ("v4-16", "did you mean 'v4:2x2x2'"),
+        ("v4-256", "did you mean 'v4:4x4x8'"),
         ("v5p-16", "did you mean 'v5p:2x2x2'"),
         ("h100-8", "did you mean 'h100:8'"),
         ("V5E:2x4", "did you mean 'v5e:2x4'"),
@@ -70,10 +72,29 @@ def test_a_topology_that_nobody_has_is_an_error(name, message):
 
 @needs.libtpu
 @pytest.mark.parametrize(
-    "name", ["v3:1x1", "v3:2x1", "v4:1x1x2", "v5e:1x1", "v6e:1x2", "v3:2x2"]
+    "name",
+    ["v3:1x1", "v3:2x1", "v4:1x1x1", "v4:1x1x2", "v5e:1x1", "v6e:1x2", "v3:2x2"],
 )
 def test_a_part_of_a_host_is_a_topology(name):
     assert len(topology_devices(name)) == topology(name).size
+
+
+@needs.libtpu
+@pytest.mark.parametrize(
+    "name,devices",
+    [("v3:2x2", 2), ("v4:2x2x1", 1), ("v4:2x2x2", 1), ("v5p:2x2x1", 1)],
+)
+def test_a_chip_has_as_many_devices_as_on_a_machine(name, devices):
+    """libtpu shows the cores of a v4 chip as two unless it is asked for "megacore"."""
+    places = [(tuple(d.coords), d.core_on_chip) for d in topology_devices(name)]
+    chips = {chip for chip, _ in places}
+    assert chips == {(*c, *[0] * (3 - len(c))) for c in _chips(name)}
+    assert {core for _, core in places} == set(range(devices))
+    assert len(places) == len(chips) * devices == topology(name).size
+
+
+def _chips(name):
+    return np.ndindex(topology(name).chips)
 
 
 @pytest.mark.parametrize(

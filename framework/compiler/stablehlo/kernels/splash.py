@@ -69,6 +69,11 @@ _SCHEDULES = {
     },
 }
 
+# Kinds whose devices have two cores. libtpu divides the rows of a call over these; of a
+# single row the heads, but in the forward pass only: JAX does not let it divide those
+# of the backward pass, which the first core computes alone.
+_TWO_CORES = ("v4", "v5p")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splash:
@@ -187,6 +192,7 @@ class Splash:
         tiles = B * N * _count(self._mask(S, keys), tile)
         logits = tiles * math.prod(tile)
         cycles = _cycles(device_kind, itemsize, logits, D)
+        share = _shares(device_kind, B, N)
         for call in calls:
             name = ir.StringAttr(call.attributes["kernel_name"]).value
             (part,) = (part for part in PRODUCTS if part in name)
@@ -202,7 +208,7 @@ class Splash:
             # JAX's attributes are lines of their own in HLO text.
             del call.attributes[FRONTEND_ATTRIBUTES]
             if part in cycles:
-                note_cycles(call, cycles[part])
+                note_cycles(call, round(cycles[part] * share[part]))
 
     def _kernel(self, q, k, *, saves: bool) -> splash.SplashAttentionKernel:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
@@ -275,11 +281,24 @@ def _count(mask: masks.Mask, tile: tuple[int, int]) -> int:
 
 def _cycles(
     device_kind: str, itemsize: int, logits: int, head_dim: int
-) -> dict[str, int]:
-    """The cycles of each call that computes so many logits, where they are known."""
+) -> dict[str, float]:
+    """The cycles of each call that computes so many logits, where they are known.
+
+    They are those of one core.
+    """
     if device_kind not in _SCHEDULES:
         return {}
     schedule = _SCHEDULES[device_kind][itemsize]
     width = min(width for width in schedule if head_dim <= width)
     each = zip(PRODUCTS, schedule[width], strict=True)
-    return {part: round(cycles * logits / 1024) for part, cycles in each}
+    return {part: cycles * logits / 1024 for part, cycles in each}
+
+
+def _shares(device_kind: str, rows: int, heads: int) -> dict[str, float]:
+    """The share of each call's tiles that the busier core of a device computes."""
+    if device_kind not in _TWO_CORES:
+        return dict.fromkeys(PRODUCTS, 1.0)
+    if rows > 1:
+        return dict.fromkeys(PRODUCTS, math.ceil(rows / 2) / rows)
+    forward = math.ceil(heads / 2) / heads
+    return {part: forward if part == "_fwd_" else 1.0 for part in PRODUCTS}

@@ -121,6 +121,27 @@ def test_its_cycles_and_flops_grow_with_the_tiles_that_the_mask_leaves():
     assert flops[0] - flops[1] == pytest.approx(3 * products, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "name,cycles",
+    [
+        ("v4:2x2x1", (11.8, 9.9, 12.6)),
+        pytest.param("v5p:2x2x1", (9.2, 8.8, 11.3), marks=pytest.mark.slow),
+    ],
+)
+def test_two_cores_divide_rows_or_else_the_heads_of_the_forward_pass(name, cycles):
+    """As the loops of libtpu's instructions do: the backward pass has each on one."""
+    devices, logits = topology_devices(name), 2 * 3 * 128**2
+    for rows, shares in (2, (0.5, 0.5, 0.5)), (1, (0.5, 1, 1)):
+        shape = [2 * rows, 256, 32]  # Of two devices along "data"; two heads each.
+        program = gradients_of(LAYER, PLAN, shape, mw.Partitioner.SHARDY, devices)
+        wants = [
+            rows * share * each * logits / 1024
+            for share, each in zip(shares, cycles, strict=True)
+        ]
+        calls = {op.cycles for op in kernels(program)}
+        assert sorted(calls) == pytest.approx(sorted(wants), abs=1)
+
+
 def test_estimates_of_a_step_have_its_time():
     program = compiled("v5e:2x2", 256)
     order = order_of(program.mesh, topology("v5e:2x2"))
