@@ -71,7 +71,7 @@ def test_what_is_sent_follows_from_the_tables(small):
     assert bytes_passed(placed, 0.0)["X"] == pytest.approx(2 * 4 * matrices * 7 / 8)
 
 
-@pytest.mark.parametrize("name", ["v3:8x16", "v3:4x4", "v4:4x4x4"])
+@pytest.mark.parametrize("name", ["v3:8x16", "v3:4x4", "v4:2x4x4", "tpu7x:4x4x4"])
 def test_device_orders_are_the_trainers_and_those_that_ask_less_somewhere(name):
     torus = topology(name)
     several = 0
