@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging as python_logging
 import os
 import sys
 import textwrap
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import tqdm
@@ -16,6 +20,8 @@ _WIDTH = 80
 _SCREEN = {"ncols": _WIDTH, "nrows": 24}
 # All of a long training's numbers are to fit on a screen: there is no percentage.
 _LIVE = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+# How often `told_bar` says where it is, on a terminal and elsewhere.
+_CLOCK_SECONDS, _AGAIN_SECONDS = 1.0, 60.0
 _LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go{postfix}"
 
 
@@ -55,15 +61,23 @@ def log_line(text: str, *args: Any) -> None:
 
 
 class _LogLines:
-    """A file for tqdm that logs each state of a bar as a line, once."""
+    """A file for tqdm that logs each state of a bar as a line, once.
 
-    def __init__(self):
+    Args:
+      is_printed: whether lines go to stderr and not to the log.
+    """
+
+    def __init__(self, *, is_printed: bool = False):
         self._last = ""
+        self._is_printed = is_printed
 
     def write(self, text: str) -> None:
         text = text.strip()
         if text and text != self._last:  # A bar that ends writes once more.
-            logging.info("%s", text)
+            if self._is_printed:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                logging.info("%s", text)
             self._last = text
 
     def flush(self) -> None:
@@ -98,7 +112,42 @@ def progress_bar(total: int, what: str, **settings: Any) -> tqdm.tqdm:
         # The delay leaves out the line before anything is done.
         how = {"mininterval": 15.0, "delay": 1e-9, "bar_format": _LINE}
         how["file"] = _LogLines()
-    return tqdm.tqdm(total=total, desc=what, miniters=0, **how, **settings)
+    return tqdm.tqdm(total=total, desc=what, miniters=0, **(how | settings))
+
+
+@contextlib.contextmanager
+def told_bar(total: int, what: str, **settings: Any) -> Iterator[tqdm.tqdm]:
+    """A `progress_bar` that also tells where it is while nothing is done.
+
+    On a terminal its clock runs; elsewhere there is a line at least each minute, in the
+    log, or on stderr where the log shows warnings alone.
+
+    Args:
+      total: how many there are to do.
+      what: is being done.
+      **settings: more of tqdm's.
+    """
+    beat = _CLOCK_SECONDS
+    if not is_live():
+        beat = _AGAIN_SECONDS
+        shows = logging.get_absl_logger().isEnabledFor
+        is_printed = shows(python_logging.WARNING) and not shows(python_logging.INFO)
+        settings = {"file": _LogLines(is_printed=is_printed), **settings}
+    with progress_bar(total, what, **settings) as bar:
+        is_done = threading.Event()
+
+        def tell() -> None:
+            while not is_done.wait(beat):
+                if time.time() - bar.last_print_t >= beat:
+                    bar.refresh()
+
+        teller = threading.Thread(target=tell, name=what, daemon=True)
+        teller.start()
+        try:
+            yield bar
+        finally:
+            is_done.set()
+            teller.join()
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import threading
+import time
 
 import pytest
 import tqdm
@@ -66,6 +68,25 @@ def test_progress_in_a_log_file_is_a_line_now_and_then(monkeypatch, caplog, capf
     assert lines[-1] == "training: 100 of 100, 01:40 so far, 00:00 to go, loss=100"
     assert len(lines) == 7
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("level", ["INFO", "WARNING", "ERROR"])
+def test_what_takes_long_is_told_again(level, monkeypatch, caplog, capfd):
+    """In the log, or on stderr where it shows warnings alone."""
+    monkeypatch.setattr(messages, "is_live", lambda: False)
+    monkeypatch.setattr(messages, "_AGAIN_SECONDS", 0.02)
+    caplog.set_level(level, logger="absl")
+    with messages.told_bar(3, "compiling") as bar:
+        bar.update()
+        bar.set_postfix_str("data", refresh=False)
+        time.sleep(1.2)  # Its clock has seconds: each is another line.
+    logged = [record.getMessage() for record in caplog.records]
+    printed = capfd.readouterr().err.splitlines()
+    assert not printed if level != "WARNING" else not logged
+    told = {"INFO": logged, "WARNING": printed, "ERROR": [*logged, *printed]}[level]
+    while_it_waits = [line for line in told if "1 of 3" in line and ", data" in line]
+    assert len(while_it_waits) >= 2 if level != "ERROR" else not told
+    assert not [t for t in threading.enumerate() if t.name == "compiling"]
 
 
 @pytest.mark.parametrize("size", [(0, 0), (80, 24)])

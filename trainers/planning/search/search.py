@@ -42,7 +42,7 @@ from meshwright.trainers.planning.search.search_screen import (
 )
 from meshwright.trainers.planning.search.search_space import Candidate, built
 from meshwright.trainers.planning.search.search_variants import with_other_updates
-from meshwright.trainers.startup.messages import progress_bar
+from meshwright.trainers.startup.messages import told_bar
 
 log = logging.getLogger("absl")
 
@@ -129,7 +129,7 @@ def search(
     """
     spaces = (space, *others)
     total = sum(len(each.candidates()) for each in spaces)
-    with progress_bar(total, "memory bounds") as bar:
+    with told_bar(total, "memory bounds") as bar:
         parts = [
             (each, part) for each in spaces if (part := _screened(each, bar.update))
         ]
@@ -210,7 +210,7 @@ def _compiled(
     best, started = float("inf"), 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
-            progress_bar(min(budget, len(waiting)), "compiling", smoothing=0)
+            told_bar(min(budget, len(waiting)), "compiling", smoothing=0)
         )
         stack.callback(lambda: [compile_.stop() for _, compile_ in running])
         while waiting or running:

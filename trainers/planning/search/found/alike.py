@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.trainers.planning.search.found.finding import Finder, Found, Point
+from meshwright.trainers.startup.messages import told_bar
 
 # Costs that differ by less, and plans that differ in less of what is in memory.
 _NEAR = 0.004
@@ -28,6 +29,16 @@ def plainest(finder: Finder, found: Found) -> Found:
             if other is not None and other.priced.same(found.priced):
                 found = other
     return found
+
+
+def all_plainest(finder: Finder, plans: Sequence[Found]) -> list[Found]:
+    """`plainest` of each, with a bar: each is propagated again without each name."""
+    made = []
+    with told_bar(len(plans), "simplifying plans") as bar:
+        for found in plans:
+            made.append(plainest(finder, found))
+            bar.update()
+    return made
 
 
 def distinct(finder: Finder, most: int) -> list[Found]:

@@ -13,7 +13,7 @@ from meshwright.framework.sharding.plan import (
     as_axes,
 )
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.planning.search.found.alike import distinct, plainest
+from meshwright.trainers.planning.search.found.alike import all_plainest, distinct
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
@@ -114,8 +114,7 @@ class PlanFinder:
         """The best plans found, as candidates, without names that do not matter."""
         finder = self.finder
         ranked = distinct(finder, most)
-        for number, found in enumerate(ranked, 1):
-            plain = plainest(finder, found)
+        for number, plain in enumerate(all_plainest(finder, ranked), 1):
             choice = self.choices[plain.point.step]
             tables = self.tables(plain.point)
             plan = NamedPlan(name=f"found {number}", gin_file=None, tables=tables)

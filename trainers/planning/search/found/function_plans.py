@@ -50,7 +50,7 @@ from meshwright.trainers.planning.search.found.named_function import (
     names_by_path,
 )
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
-from meshwright.trainers.startup.messages import progress_bar
+from meshwright.trainers.startup.messages import told_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def search(
 ) -> FunctionPlan:
     """Looks for the split of a function's arguments that takes least time.
 
-    A bar, or log lines, say how far it is.
+    A bar, or lines on stderr, say how far it is, each minute at least.
 
     Args:
       fn: a pure function of tensors, such as a step from weights to weights.
@@ -151,7 +151,9 @@ def search(
     name = getattr(fn, "__name__", "function")
     torus = searchable(name, topology)
     check_counts(name, most=(most, 1), most_axes=(most_axes, 1), compiled=(compiled, 0))
-    named = NamedFunction(fn, tuple(args), results_like, names)
+    with told_bar(1, "tracing") as bar:
+        named = NamedFunction(fn, tuple(args), results_like, names)
+        bar.update()
     finder = Finder([named.step], [1.0], torus, most_axes=most_axes)
     run_finder(finder, most)
     best = finder.best()
@@ -160,10 +162,12 @@ def search(
     if not compiled:
         return function_plan(named, finder, plainest(finder, best))
     fastest = distinct(finder, compiled)
-    plans = [
-        compiled_plan(fn, function_plan(named, finder, plainest(finder, found)), torus)
-        for found in progress_bar(len(fastest), "compiling", iterable=fastest)
-    ]
+    plans = []
+    with told_bar(len(fastest), "compiling") as bar:
+        for found in fastest:
+            plan = function_plan(named, finder, plainest(finder, found))
+            plans.append(compiled_plan(fn, plan, torus))
+            bar.update()
     fits = [plan for plan in plans if plan is not None]
     if not fits:
         raise _nothing_fits(name, len(plans), topology)
@@ -205,7 +209,7 @@ def check_counts(name: str, **counts: tuple[int, int]) -> None:
 
 def run_finder(finder: Finder, most: int, starts: Sequence[Point] = ()) -> None:
     """Propagates plans, with a bar of how many."""
-    with progress_bar(most, "propagating") as bar:
+    with told_bar(most, "propagating") as bar:
         finder.run(starts, most=most, tell=lambda made: made.show(bar, "ms"))
 
 

@@ -31,7 +31,7 @@ from meshwright.trainers.planning.search.search_space import (
     misfit,
     policies,
 )
-from meshwright.trainers.startup.messages import log_line, progress_bar
+from meshwright.trainers.startup.messages import log_line, told_bar
 
 log = logging.getLogger("absl")
 
@@ -72,7 +72,7 @@ def with_found(
             "search: up to %d plans are propagated; --search_propagated sets how many",
             most,
         )
-        with progress_bar(most, "propagating") as bar:
+        with told_bar(most, "propagating") as bar:
             finder.find(
                 starts, most=most, tell=lambda made: made.show(bar, "ms/example")
             )
@@ -132,7 +132,7 @@ def _choice(candidate: Candidate) -> tuple:
 
 def _finder(space: SearchSpace, known: Known) -> PlanFinder:
     made = choices(space)
-    with progress_bar(len(made), "tracing") as bar:
+    with told_bar(len(made), "tracing") as bar:
         return PlanFinder(
             space.experiment,
             made,

@@ -36,7 +36,7 @@ from meshwright.framework.functions.keras_plan import FitPlan
 from meshwright.framework.functions.layouts.split_weights import split_weights
 from meshwright.framework.sharding.mesh import DeviceMesh, did_you_mean
 from meshwright.framework.sizes import bytes_text
-from meshwright.trainers.planning.search.found.alike import distinct, plainest
+from meshwright.trainers.planning.search.found.alike import all_plainest, distinct
 from meshwright.trainers.planning.search.found.finding import (
     Finder,
     Found,
@@ -53,10 +53,11 @@ from meshwright.trainers.planning.search.found.function_plans import (
 from meshwright.trainers.planning.search.found.keras_step import (
     KerasStep,
     checked_batch,
+    layout_lines,
 )
 from meshwright.trainers.planning.search.found.named_function import NamedFunction
 from meshwright.trainers.planning.search.found.propagated import AXES, Priced
-from meshwright.trainers.startup.messages import progress_bar
+from meshwright.trainers.startup.messages import told_bar
 
 BASELINES = ("data", "fsdp", "tensor")
 _TOO_LARGE = "does not fit"
@@ -160,7 +161,7 @@ class KerasPlan:
             [
                 f"mesh {layout.mesh}: {time} ms on {self.torus.name}, {how}",
                 f"  batch: {axes}; weight-update sharding: {layout.updates.value}",
-                *_rows(layout.layout),
+                *layout_lines(layout.layout),
                 *self._table(),
                 *textwrap.wrap(self._errors(), width=80),
             ]
@@ -196,21 +197,6 @@ class KerasPlan:
             )
 
 
-def _rows(layout: str | Mapping[str, list]) -> Iterator[str]:
-    """Lines of the weights that a layout splits."""
-    if isinstance(layout, str):
-        yield f"  layout: {layout!r}"
-        return
-    rows = {
-        path[1:-1].replace("\\", ""): row for path, row in layout.items() if any(row)
-    }
-    if not rows:
-        yield "  no weight is split"
-    width = max(map(len, rows), default=0)
-    for path, row in rows.items():
-        yield f"  {path:<{width}}  {row}"
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
@@ -243,7 +229,8 @@ def search_keras(
     A step has the loss, its gradients and the optimizer's updates. Weights of layers
     that differ in their number alone are split alike, optimizer slots as their weights;
     what has a single dim is left to propagation. The layouts "data", "fsdp" and
-    "tensor" are compared with what is found. A bar, or log lines, tell of progress.
+    "tensor" are compared with what is found. A bar, or lines on stderr, tell of
+    progress, each minute at least.
 
     What is compiled is the program that `fit` would run, with weight-update sharding if
     that is estimated to pay, and without. If programs are compiled, the model is on the
@@ -292,7 +279,9 @@ def search_keras(
     devices = topology_devices(topology) if compiled else None
     if compiled:  # What would end the search ends it now.
         mesh_keras.distribute(model, _one_axis(torus), "data", devices=devices)
-    search = _Search(model, batch, torus, most_axes, devices, baselines)
+    with told_bar(1, "tracing") as bar:
+        search = _Search(model, batch, torus, most_axes, devices, baselines)
+        bar.update()
     run_finder(search.finder, most, search.starts)
     layouts = search.layouts(max(compiled, 1))
     if compiled:
@@ -302,8 +291,7 @@ def search_keras(
             "weight updates also without",
             file=sys.stderr,
         )
-        bar = progress_bar(len(layouts), "compiling", iterable=layouts)
-        layouts = [tried for layout in bar for tried in search.compiled(layout)]
+        layouts = search.all_compiled(layouts)
     layouts = sorted(layouts, key=lambda one: one.cost)
     if layouts[0].cost == math.inf:
         raise ValueError(_none_is_left(name, layouts, topology))
@@ -408,7 +396,7 @@ class _Search:
                 plain[one.name] = one
         starts = {*self.starts}
         ranked = distinct(self.finder, count + len(starts))
-        plainer = [plainest(self.finder, found) for found in ranked]
+        plainer = all_plainest(self.finder, ranked)
         others = [found for found in plainer if found.point not in starts]
         return [*plain.values(), *map(self._found, others[:count])]
 
@@ -433,6 +421,16 @@ class _Search:
             data_axes=plan.leaves[-1].dims[0],
         )
         return self._priced(one, found)
+
+    def all_compiled(self, layouts: Sequence[KerasLayout]) -> list[KerasLayout]:
+        """`compiled` of each, with a bar."""
+        made = []
+        with told_bar(len(layouts), "compiling") as bar:
+            for one in layouts:
+                bar.set_postfix_str(one.name, refresh=False)
+                made += self.compiled(one)
+                bar.update()
+        return made
 
     def compiled(self, one: KerasLayout) -> Iterator[KerasLayout]:
         """A layout with what its program takes.

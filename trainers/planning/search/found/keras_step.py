@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -186,3 +186,18 @@ def checked_batch(name: str, batch: Any) -> tuple[Any, ...]:
     check_sizes(name, tf.nest.flatten(tuple(batch)))
     check_rows(name, **dict(zip(("x", "y", "sample_weight"), batch, strict=False)))
     return tuple(batch)
+
+
+def layout_lines(layout: str | Mapping[str, list]) -> Iterator[str]:
+    """Lines of the weights that a layout splits."""
+    if isinstance(layout, str):
+        yield f"  layout: {layout!r}"
+        return
+    rows = {
+        path[1:-1].replace("\\", ""): row for path, row in layout.items() if any(row)
+    }
+    if not rows:
+        yield "  no weight is split"
+    width = max(map(len, rows), default=0)
+    for path, row in rows.items():
+        yield f"  {path:<{width}}  {row}"

@@ -52,6 +52,7 @@ def test_a_large_batch_is_split(caplog):
     with caplog.at_level("INFO", "absl"):
         found = search_with(65536)
     assert re.search("propagating: .*best .* ms, none below .* considered", caplog.text)
+    assert re.search(r"tracing: 1 of 1, .*\n.*simplifying plans: ", caplog.text, re.S)
     assert found.mesh.axes_size(found.options["data_axes"]) == 8
     assert found.progress.propagated <= 40
     lines = found.text().splitlines()
