@@ -28,6 +28,7 @@ from benchmarks.papers.paper_tables import (  # noqa: E402
 from meshwright.framework.compiler.hlo.step_errors import (  # noqa: E402
     ALL_STEPS,
     MEASURED_KIND,
+    RATIO_ERROR,
     SEEN_ERRORS,
     STEP_ERRORS,
     ModelKind,
@@ -305,6 +306,14 @@ def test_the_error_bars_are_those_of_rows_left_out():
         assert statistics.mean(errors[kind]) == pytest.approx(error.mean, abs=5e-4)
         assert max(errors[kind]) == pytest.approx(error.worst, abs=5e-4), kind
     assert {topology(row.topology).kind.name for row in GSPMD_ROWS} == {MEASURED_KIND}
+
+
+def test_the_error_of_a_ratio_is_that_of_table_3():
+    """Its rows are of one model on several meshes."""
+    rows = [row for (table, _), row in kept_rows().items() if table == "3"]
+    assert len(rows) == 6
+    off = [row["ours"]["step_s"] / row["paper"]["step_s"] for row in rows]
+    assert max(off) / min(off) - 1 == pytest.approx(RATIO_ERROR, abs=5e-4)
 
 
 def test_the_seen_errors_are_those_of_the_newer_rows():

@@ -70,6 +70,32 @@ The steps are MaxText's (`benchmarks/papers/maxtext_rows.py`); nothing was fitte
 them.
 """
 
+RATIO_ERROR = 0.047
+"""The worst error of the ratio of two steps of one model on different meshes.
+
+Those of Table 3, the only dense Transformer with rows for several meshes; estimates
+that differ by less may be in another order on TPU v3. None were measured on others.
+"""
+
+
+def too_near_text(kind: TpuKind, slower: float) -> str:
+    """That an estimate does not tell two programs of a model apart; "" if it does.
+
+    Args:
+      kind: of the devices.
+      slower: by which share one takes longer than the other.
+    """
+    if slower >= RATIO_ERROR:
+        return ""
+    text = (
+        f"The estimate does not tell {slower:.1%} apart: of the published TPU "
+        f"{MEASURED_KIND} steps of one model the ratio of two was off by up to "
+        f"{RATIO_ERROR:.1%}"
+    )
+    if kind.name != MEASURED_KIND:
+        text += f", and on {kind.name} none were compared"
+    return text + ". Either may be the faster: measure both, or take the simpler one."
+
 
 def seen_text(tpu: str, steps: int, worst: float) -> str:
     """What is known of estimates for a kind of TPU with steps in `SEEN_ERRORS`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
 
+from meshwright.framework.compiler.hlo.step_errors import too_near_text
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sharding.plan import as_axes
 from meshwright.framework.sizes import bytes_text
@@ -144,6 +145,7 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
             f"{_names(row.promising)}"
         )
     yield f"  {_order(space)}"
+    yield from _wrapped(_too_near(space, outcome))
     if any(row.promising.configured for row in shown):
         given = space.experiment.plan.device_ids is not None
         yield "* as configured" + (", but for its device order" if given else "")
@@ -185,6 +187,21 @@ def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
         text = _wrapped(f"left out: {reason}", indent=7)
         yield f"{count:6} {next(text).strip()}"
         yield from text
+
+
+def _too_near(space: SearchSpace, outcome: SearchResult) -> str:
+    """Whether the configuration or a file's plan may be as fast as one found; or ""."""
+    best, *others = outcome.ranked
+    if not best.promising.candidate.plan.is_found:
+        return ""
+    given = (row for row in others if not row.promising.candidate.plan.is_found)
+    nearest = next(given, None)
+    if nearest is None:
+        return ""
+    more = nearest.seconds_per_example / best.seconds_per_example - 1
+    text = too_near_text(space.torus.kind, more)
+    name = nearest.promising.candidate.plan.name
+    return text and f"The first takes less than the plan {name}. {text}"
 
 
 def _idle_axes(candidate: Candidate) -> list[str]:

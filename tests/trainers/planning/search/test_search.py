@@ -233,6 +233,28 @@ def test_a_winner_that_leaves_a_mesh_axis_idle_says_so(small):
     assert "splits nothing over Y (2) of the mesh, where devices repeat" in text
 
 
+@pytest.mark.parametrize(("seconds", "is_near"), [(0.52, True), (0.53, False)])
+def test_a_winner_that_is_hardly_faster_says_so(small, seconds, is_near):
+    searched_for = searched(small)
+    row, other = searched_for.ranked
+    other = dataclasses.replace(
+        other, result=dataclasses.replace(other.result, seconds=seconds)
+    )
+    as_file = dataclasses.replace(searched_for, ranked=(row, other))
+    assert "does not tell" not in search_text.table(small, as_file)
+    plan = dataclasses.replace(
+        row.promising.candidate.plan, name="found 1", gin_file=None
+    )
+    of_plan = dataclasses.replace(row.promising.candidate, plan=plan)
+    scored = dataclasses.replace(row.promising, candidate=of_plan)
+    row = dataclasses.replace(row, promising=scored)
+    found = dataclasses.replace(searched_for, ranked=(row, other))
+    text = search_text.table(small, found)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    says = "than the plan finalized. The estimate does not tell 4.0% apart: of the"
+    assert (says in " ".join(text.split())) == is_near
+
+
 @pytest.mark.parametrize("changed", ["off", "g256", "g256 auto"])
 @pytest.mark.parametrize("batch", [8, 4096])
 def test_a_variant_fits_a_terminal(small, changed, batch):

@@ -22,7 +22,11 @@ import tqdm
 from absl import logging
 
 from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError
-from meshwright.framework.compiler.hlo.step_errors import MEASURED_KIND, error_text
+from meshwright.framework.compiler.hlo.step_errors import (
+    MEASURED_KIND,
+    error_text,
+    too_near_text,
+)
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
@@ -163,9 +167,21 @@ class KerasPlan:
                 f"  batch: {axes}; weight-update sharding: {layout.updates.value}",
                 *layout_lines(layout.layout),
                 *self._table(),
+                *textwrap.wrap(self._too_near(), width=80),
                 *textwrap.wrap(self._errors(), width=80),
             ]
         )
+
+    def _too_near(self) -> str:
+        """Which layout of `distribute` may be as fast as the one found; or ""."""
+        best, kind = self.best, self.torus.kind
+        if best.name != "found" or best.seconds is None:
+            return ""
+        plain = (one for one in self.layouts if one.name != "found" and one.seconds)
+        nearest = next(plain, None)
+        slower = math.inf if nearest is None else nearest.seconds / best.seconds - 1
+        text = too_near_text(kind, slower)
+        return text and f"'found' takes less than {nearest.name!r}. {text}"
 
     def _errors(self) -> str:
         """How far the times may be off."""

@@ -1,5 +1,6 @@
 """Layouts of Keras models that no file knows."""
 
+import dataclasses
 import re
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.compiler.hlo.out_of_memory import OutOfMemoryError, Refusal
 from meshwright.framework.compiler.lowering.errors import LoweringError, leaves_of
+from meshwright.framework.devices.topology import topology
 from meshwright.framework.functions.keras_layouts import layout_of
 from meshwright.trainers import search_keras
 from meshwright.trainers.planning.search.found.finding import Finder
@@ -114,6 +116,33 @@ def test_a_batch_that_no_axis_splits():
     # The second product sums over what splits the first kernel; all else is alike.
     sent = [(c.kind, c.bytes) for c in made.collectives()]
     assert sent == [("all-reduce", ROWS * 256 * 4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "says"),
+    [
+        (
+            "v3:2x2",
+            0.014,
+            "does not tell 1.4% apart: .* by up to 4.7%. Either",
+        ),
+        ("v5e:2x4", 0.014, "up to 4.7%, and on v5e none were compared. Either may be"),
+        ("v5e:2x4", 0.05, ""),
+    ],
+)
+def test_a_layout_that_is_hardly_faster_is_told(kind, more, says):
+    found = search_with(64, most=9)
+    plain = next(one for one in found.layouts if one.name == "data")
+    best = dataclasses.replace(plain, name="found", seconds=1e-3)
+    plain = dataclasses.replace(plain, seconds=(1 + more) * 1e-3)
+    layouts, torus = (best, plain), topology(kind)
+    text = dataclasses.replace(found, layouts=layouts, torus=torus).text()
+    assert max(map(len, text.splitlines())) <= 80
+    text = " ".join(text.split())
+    assert ("'found' takes less than 'data'. The estimate" in text) == bool(says)
+    assert re.search(says, text)
+    other_way = dataclasses.replace(found, layouts=(plain, best), torus=torus)
+    assert "does not tell" not in other_way.text()
 
 
 @libtpu
