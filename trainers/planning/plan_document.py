@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, breakdown
 from meshwright.framework.compiler.hlo.out_of_memory import Allocation
 from meshwright.framework.compiler.hlo.step_errors import (
@@ -27,6 +28,12 @@ from meshwright.framework.compiler.hlo.step_errors import (
     SEEN_ERRORS,
     STEP_ERRORS,
     ModelKind,
+)
+from meshwright.framework.compiler.hlo.step_time import (
+    PRODUCTS,
+    CollectiveTime,
+    OpTime,
+    TimePart,
 )
 from meshwright.trainers.experiment.stacks import model_kind
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -39,6 +46,12 @@ _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
 _BATCHES = "batches"
 _LARGEST = 20
 _MOMENTS = 400
+_SLOWEST = 3
+_OPS = {
+    TimePart.MATRIX: "matrix products",
+    TimePart.VECTOR: "other ops",
+    TimePart.MEMORY: "ops that wait for memory",
+}
 
 
 def document(
@@ -195,7 +208,72 @@ def _time(report: CompileReport) -> dict[str, Any]:
         "flops_utilization": report.flops_utilization,
         "parts": parts,
         "of_which": report.of_which(),
+        "slowest": list(_slowest(report)),
+        "slowest_product": _slowest_product(report),
     }
+
+
+def _slowest(report: CompileReport) -> Iterator[dict[str, Any]]:
+    """What takes most of a step: ops of a part and layer, collectives of an axis too.
+
+    Of collectives only the time counts that other ops do not hide.
+    """
+    groups: dict[tuple[str, str], list[OpTime | CollectiveTime]] = {}
+    for timed in report.time.all() if report.time else ():
+        if isinstance(timed, CollectiveTime):
+            axes = timed.collective.axes
+            what = f"{timed.kind} along {'?' if axes is None else '.'.join(axes)}"
+        else:
+            what = _OPS[timed.part]
+        groups.setdefault((what, _layer(report, timed.op_name)), []).append(timed)
+    steps = report.experiment.steps_per_loop
+    rows = [
+        {
+            "what": what,
+            "layer": layer,
+            "count": sum(timed.count for timed in group) / steps,
+            "seconds": sum(timed.exposed for timed in group) / steps,
+        }
+        for (what, layer), group in groups.items()
+    ]
+    yield from sorted(rows, key=lambda row: -row["seconds"])[:_SLOWEST]
+
+
+def _slowest_product(report: CompileReport) -> dict[str, Any] | None:
+    """The op with a matrix product that takes most of a step; None if there is none."""
+    products = {
+        timed: types
+        for timed in (report.time.ops if report.time else ())
+        if timed.part is TimePart.MATRIX
+        if (types := _product_types(report.module, report.module.by_name[timed.name]))
+    }
+    if not products:
+        return None
+    slowest, steps = max(products, key=_seconds), report.experiment.steps_per_loop
+    return {
+        "types": products[slowest],
+        "layer": _layer(report, slowest.op_name),
+        "op": slowest.op_name,
+        "count": slowest.count / steps,
+        "seconds": slowest.seconds / steps,
+    }
+
+
+def _seconds(timed: OpTime) -> float:
+    return timed.seconds
+
+
+def _layer(report: CompileReport, op_name: str) -> str:
+    source = report.program.sources.find(op_name)
+    return source.layer if source else ""
+
+
+def _product_types(module: HloModule, op: Instruction) -> list[str]:
+    """The types of the operands of the first product of an op, on a device."""
+    if op.opcode in PRODUCTS:
+        return [_type(x.dtype, x.shape) for x in module.operands(op)]
+    parts = (part for name in op.called for part in module.inside[name])
+    return next(filter(None, (_product_types(module, part) for part in parts)), [])
 
 
 def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:

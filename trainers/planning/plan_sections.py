@@ -16,6 +16,7 @@ from meshwright.layers.stacks.pipelines.pipeline_schedule import (
 )
 from meshwright.trainers.planning.plan_parts import Plot, Section
 from meshwright.trainers.planning.plan_units import (
+    low_use_texts,
     mesh_text,
     prefixed,
     schedule_text,
@@ -182,6 +183,7 @@ def _time(document: Document) -> Iterator[Section]:
         notes=[
             f"{seconds_text(step)} by estimate: {_error_text(document)}.",
             _use_of_peak(document),
+            *low_use_texts(document),
         ],
         fields=("seconds", "share", "part"),
         rows=_shares(shares, step, "seconds"),

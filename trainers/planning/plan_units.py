@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineOrder
 
+_LOW_USE = 0.2
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -22,6 +23,35 @@ def seconds_text(seconds: float | None) -> str:
     value = size / scale
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{'-' if seconds < 0 else ''}{value:.{digits}f} {unit}"
+
+
+def low_use_texts(document: Mapping[str, Any]) -> Iterator[str]:
+    """What takes the time of a step that uses little of the peak."""
+    use, step = document["flops_utilization"], document["step_seconds"]
+    if use is None or use >= _LOW_USE:
+        return
+    where = "; ".join(
+        f"{share_text(row['seconds'], step)} {row['what']}"
+        f"{_in_layer(row)} ({seconds_text(row['seconds'])}, {_times(row['count'])})"
+        for row in document["slowest"]
+    )
+    least = seconds_text(use * step)
+    yield f"At the peak these take {least}. Most of the step is spent on: {where}."
+    if product := document["slowest_product"]:
+        yield (
+            f"The product that takes longest multiplies {' by '.join(product['types'])}"
+            f" on a device{_in_layer(product)}: {seconds_text(product['seconds'])}, "
+            f"{_times(product['count'])}. Dims below 128, or 256 on v6e and tpu7x, "
+            "leave parts of the matrix units idle."
+        )
+
+
+def _in_layer(row: Mapping[str, Any]) -> str:
+    return f" in {row['layer']}" if row["layer"] else ""
+
+
+def _times(count: float) -> str:
+    return f"{count_text(count)} times"
 
 
 def prefixed(number: float, unit: str) -> str:

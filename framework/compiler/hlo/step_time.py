@@ -44,7 +44,8 @@ The first says its FLOPs, which take this long at the peak, or longer; the secon
 a hundred instructions.
 """
 _FLOPS = re.compile(r'"flops":"(?P<flops>\d+)"')
-_PRODUCTS = frozenset({"convolution", "dot"})
+PRODUCTS = frozenset({"convolution", "dot"})
+"""Opcodes of matrix products."""
 # Their kernels have no cycles. The table, if it fits, is brought to VMEM as a whole.
 _ROW_OPS = frozenset({"gather", "scatter"})
 _HELD = re.compile(
@@ -419,7 +420,7 @@ class _TpuWalk(Walk):
         return seconds, sum(phase.seconds for phase in phases if phase.is_waiting)
 
     def part(self, op: Instruction, trips: int) -> TimePart:
-        if self.has(op, _PRODUCTS) or _KERNEL in op.backend_config:
+        if self.has(op, PRODUCTS) or _KERNEL in op.backend_config:
             return TimePart.MATRIX
         types = [
             op.type,

@@ -22,6 +22,7 @@ from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.cli import DOES_NOT_FIT
 from meshwright.trainers.plan import main
 from meshwright.trainers.planning import planning
+from meshwright.trainers.planning.plan_units import low_use_texts
 from tests import needs
 from tests.trainers.planning.test_plan_main import call_main
 
@@ -124,6 +125,40 @@ def test_on_a_pod(tmp_path, capsys):
     assert along["X"] == 0 < along["Y"]
     for row in document["collectives"]:
         assert (row["seconds"] > 0) == (row["axis"] != "X")
+    took = [row["seconds"] for row in document["slowest"]]
+    assert len(took) == 3 and took == sorted(took, reverse=True) and took[2] > 0
+    of_step, parts = document["step_seconds"], document["parts"]
+    assert sum(took) < of_step
+    product = document["slowest_product"]
+    assert 0 < product["seconds"] <= parts["matrix"] and len(product["types"]) == 2
+    assert all(re.fullmatch(r"\w+\[[\d,]+\]", text) for text in product["types"])
+    # A model so small uses little of the peak.
+    shown = " ".join(out.split())
+    assert "Most of the step is spent on: " in shown
+    assert f"multiplies {' by '.join(product['types'])} on a device in " in shown
+
+
+def test_what_keeps_utilization_low_is_named():
+    slowest = [
+        {"what": "all-gather along Y", "layer": "stack", "count": 8, "seconds": 0.4},
+        {"what": "matrix products", "layer": "", "count": 2.5, "seconds": 0.3},
+    ]
+    product = {"types": ["bf16[8,64]", "bf16[64,16]"], "layer": "mlp", "op": "MatMul"}
+    product |= {"count": 2, "seconds": 0.1}
+    document = {"slowest": slowest, "slowest_product": product, "step_seconds": 1.0}
+    most, worst = low_use_texts(document | {"flops_utilization": 0.19})
+    assert most == (
+        "At the peak these take 190 ms. Most of the step is spent on: 40.0% all-gather "
+        "along Y in stack (400 ms, 8 times); 30.0% matrix products (300 ms, 2.5 times)."
+    )
+    assert worst.startswith(
+        "The product that takes longest multiplies bf16[8,64] by bf16[64,16] on a "
+        "device in mlp: 100 ms, 2 times."
+    )
+    document["slowest_product"] = None
+    assert len([*low_use_texts(document | {"flops_utilization": 0.19})]) == 1
+    for enough in 0.2, None:
+        assert not [*low_use_texts(document | {"flops_utilization": enough})]
 
 
 LIMIT = 2**14
