@@ -240,27 +240,31 @@ def _slowest(report: CompileReport) -> Iterator[dict[str, Any]]:
 
 
 def _slowest_product(report: CompileReport) -> dict[str, Any] | None:
-    """The op with a matrix product that takes most of a step; None if there is none."""
-    products = {
-        timed: types
-        for timed in (report.time.ops if report.time else ())
-        if timed.part is TimePart.MATRIX
-        if (types := _product_types(report.module, report.module.by_name[timed.name]))
-    }
+    """The slowest op with a product, of the layer whose products take most of a step.
+
+    None if the program has no products.
+    """
+    products: dict[str, list[tuple[float, OpTime, list[str]]]] = {}
+    for timed in report.time.ops if report.time else ():
+        types = _product_types(report.module, report.module.by_name[timed.name])
+        if types:
+            row = (timed.seconds, timed, types)
+            products.setdefault(_layer(report, timed.op_name), []).append(row)
     if not products:
         return None
-    slowest, steps = max(products, key=_seconds), report.experiment.steps_per_loop
+
+    def took(layer: str) -> float:
+        return sum(seconds for seconds, _, _ in products[layer])
+
+    layer, steps = max(products, key=took), report.experiment.steps_per_loop
+    seconds, timed, types = max(products[layer], key=lambda row: row[0])
     return {
-        "types": products[slowest],
-        "layer": _layer(report, slowest.op_name),
-        "op": slowest.op_name,
-        "count": slowest.count / steps,
-        "seconds": slowest.seconds / steps,
+        "types": types,
+        "layer": layer,
+        "op": timed.op_name,
+        "count": timed.count / steps,
+        "seconds": seconds / steps,
     }
-
-
-def _seconds(timed: OpTime) -> float:
-    return timed.seconds
 
 
 def _layer(report: CompileReport, op_name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.layers.stacks.pipelines.pipeline_schedule import PipelineOrder
 
 _LOW_USE = 0.2
+_UNIT = 128  # Rows of a matrix unit.
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -38,12 +40,18 @@ def low_use_texts(document: Mapping[str, Any]) -> Iterator[str]:
     least = seconds_text(use * step)
     yield f"At the peak these take {least}. Most of the step is spent on: {where}."
     if product := document["slowest_product"]:
-        yield (
-            f"The product that takes longest multiplies {' by '.join(product['types'])}"
-            f" on a device{_in_layer(product)}: {seconds_text(product['seconds'])}, "
-            f"{_times(product['count'])}. Dims below 128, or 256 on v6e and tpu7x, "
-            "leave parts of the matrix units idle."
+        text = (
+            f"The slowest product{_in_layer(product)} multiplies "
+            f"{' by '.join(product['types'])} on a device: "
+            f"{seconds_text(product['seconds'])}, {_times(product['count'])}."
         )
+        dims = re.findall(r"\d+(?=[,\]])", " ".join(product["types"]))
+        if any(1 < int(dim) < _UNIT for dim in dims):
+            text += (
+                f" Where a product contracts or keeps a dim below {_UNIT}, or 256 on "
+                "v6e and tpu7x, parts of the matrix units are idle."
+            )
+        yield text
 
 
 def _in_layer(row: Mapping[str, Any]) -> str:
