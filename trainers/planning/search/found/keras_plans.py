@@ -245,8 +245,7 @@ def search_keras(
     A step has the loss, its gradients and the optimizer's updates. Weights of layers
     that differ in their number alone are split alike, optimizer slots as their weights;
     what has a single dim is left to propagation. The layouts "data", "fsdp" and
-    "tensor" are compared with what is found. A bar, or lines on stderr, tell of
-    progress, each minute at least.
+    "tensor" are compared with what is found. A bar, or lines on stderr, tells how far.
 
     What is compiled is the program that `fit` would run, with weight-update sharding if
     that is estimated to pay, and without. If programs are compiled, the model is on the
