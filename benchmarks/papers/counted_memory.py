@@ -3,8 +3,8 @@
     python benchmarks/papers/counted_memory.py [--topology=v3:1x1]
 
 Each op goes through arrays of 32768 x 1024 elements, compiled alone. `cycles` are those
-of which step times are made (docs/reference/planning.md), `memory` the cycles in which
-its operands and results pass at the published bandwidth.
+of which step times are made (docs/reference/planning/step_times.md), `memory` those in
+which its operands and results pass at the published bandwidth.
 """
 
 from __future__ import annotations

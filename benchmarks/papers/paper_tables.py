@@ -17,7 +17,7 @@ On TPU v3, from 8 to 2048 cores, unless another kind is named:
 
 Each row is a shipped gin file; the program is the trainer's, compiled for the pod by
 libtpu (pip install 'meshwright[plan]'). The memory is what that compiler reports, the
-step time our estimate (docs/reference/planning.md). GB are 2**30 bytes.
+step time our estimate (docs/reference/planning/step_times.md). GB are 2**30 bytes.
 
 One constant of the estimate was calibrated, on all rows of Tables 2 and 3. Below them
 are its best value on the rows at hand, and the errors when the estimated row is left

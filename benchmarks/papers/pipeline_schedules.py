@@ -15,7 +15,7 @@ through the pipeline that often, with so many times fewer microbatches
 "idle" is the bubbles' part of the time that the stages take, "formula" that part if
 forward, input gradients and weight gradients took equally long; "alive" is for how many
 microbatches a stage keeps activations. Times are estimated for the compiled programs
-(docs/reference/planning.md); nothing is run.
+(docs/reference/planning/step_times.md); nothing is run.
 Below are formulas of schedules that other frameworks have: of 1F1B, ZB-H1 and ZBV by
 Qi et al. (2023, sections 2 and 6), of DualPipe by DeepSeek-V3 (2024, Table 2).
 """

@@ -161,7 +161,7 @@ def best_of(kept: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def table_line(kept: dict[str, Any]) -> str:
-    """The row's line in docs/reference/planning.md."""
+    """The row's line in docs/reference/planning/search.md."""
     best, paper = best_of(kept), kept["paper"]["s"]
     if best is None:
         found, gain, plan = "none fits", "", ""

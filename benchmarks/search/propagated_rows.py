@@ -3,7 +3,7 @@
     python -m benchmarks.search.propagated_rows [--table=2 --table=3]
 
 The second sieve of a search prices plans without compiling them
-(docs/reference/planning.md, Search). Here it prices those of GSPMD's tables; the
+(docs/reference/planning/search.md, Search). Here it prices those of GSPMD's tables; the
 compiled estimates are those that tests/data/paper_rows.json keeps. Seconds are of one
 core.
 """

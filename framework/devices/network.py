@@ -36,7 +36,7 @@ from meshwright.framework.sharding.xla_form import axis_groups
 LINK_EFFICIENCY = 0.80
 """The share of a link's bandwidth that collectives reach: the only calibrated constant,
 the least-squares fit to the 13 step times of GSPMD's Tables 2 and 3
-(docs/reference/planning.md).
+(docs/reference/planning/step_times.md).
 """
 
 Groups = Sequence[Sequence[int]]

@@ -190,9 +190,8 @@ def topology_devices(name: str) -> list[jax.Device]:
 
     Args:
       name: kind and chips along each dim, such as "v3:32x32", the 2048 cores of the
-        GSPMD and GShard papers: a v2, v3 or tpu7x chip is two devices, of other kinds
-        one. Or a kind of GPU and
-        its hosts, such as "h100:4x8".
+        GSPMD and GShard papers: a chip of v2, v3 or tpu7x is two devices, of other
+        kinds one. Or a kind of GPU and its hosts, such as "h100:4x8".
 
     Returns:
       The devices row by row: by (z, y, x, core on chip), the last running fastest.

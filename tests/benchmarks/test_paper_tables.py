@@ -118,8 +118,8 @@ COLUMNS = ("peak GB", "step s", "error", "as the paper's program", "off")
 
 
 def rows_of_docs():
-    """Of each row of docs/reference/planning.md its key and cells, by `COLUMNS`."""
-    text = (SCRIPT.parents[2] / "docs/reference/planning.md").read_text()
+    """Of each row of planning/papers.md its key and cells, by `COLUMNS`."""
+    text = (SCRIPT.parents[2] / "docs/reference/planning/papers.md").read_text()
     tables = ("2", "3", "4", "5", "8", "6", "7")
     keys = [(r.table, r.name) for table in tables for r in ROWS if r.table == table]
     # By rows a core, layers and experts.
@@ -330,7 +330,7 @@ def test_the_seen_errors_are_those_of_the_newer_rows():
         assert max(errors[tpu]) == pytest.approx(error.worst, abs=5e-4), tpu
 
 
-# How far a row's step time may be from the paper's: see docs/reference/planning.md.
+# How far a row's step time may be from the paper's: see planning/papers.md.
 # Ours of Table 4 reduces gradients once a step; in each iteration it was 0.12 off.
 STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.23, "5": 0.17, "6": 0.15, "7": 0.15, "8": 0.1}
 

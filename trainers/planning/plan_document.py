@@ -65,7 +65,7 @@ def document(
       gin_files: the files that it was read from; the plan is named after them.
 
     Returns:
-      The document: docs/reference/planning.md has a table of its keys.
+      The document: docs/reference/planning/planning.md has a table of its keys.
     """
     mesh = report.experiment.plan.mesh
     programs = StepPrograms(report.experiment)

@@ -1,7 +1,7 @@
 """How far estimated step times are from published ones, by kind of model.
 
 The steps are those of the GSPMD paper's Tables 2 to 8, on TPU v3
-(docs/reference/planning.md).
+(docs/reference/planning/step_times.md).
 One constant of the estimate was fitted to dense Transformers: each of their errors is
 that of a row that was left out of the fit. Rows of other kinds are in no fit.
 """

@@ -1,1 +1,1 @@
-"""TF functions with variables, run on a mesh."""
+"""Where the variables of functions and models are kept on a mesh."""

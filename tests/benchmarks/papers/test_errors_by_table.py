@@ -13,7 +13,13 @@ sys.path.append(str(pathlib.Path(__file__).parents[3] / "benchmarks" / "papers")
 from benchmarks.papers import errors_by_table, like_papers  # noqa: E402
 from benchmarks.papers.paper_tables import calibrate, chosen_rows  # noqa: E402
 
-DOCS = pathlib.Path(__file__).parents[3] / "docs" / "reference" / "planning.md"
+DOCS = (
+    pathlib.Path(__file__).parents[3]
+    / "docs"
+    / "reference"
+    / "planning"
+    / "step_times.md"
+)
 
 
 def result(**times):

@@ -23,7 +23,7 @@ def test_a_kept_row_is_of_its_space(row):
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_as_the_docs_say(row):
     page = (
-        found_rows.KEPT.parents[2] / "docs" / "reference" / "planning.md"
+        found_rows.KEPT.parents[2] / "docs" / "reference" / "planning" / "search.md"
     ).read_text()
     assert found_rows.table_line(ROWS[row]) in page.splitlines()
 
@@ -45,7 +45,7 @@ def test_the_docs_count_the_rows_that_gain():
             step = steps[row[0], other]["step_s"]
             gains[f"{row[0]}_{other}"] = gain(ROWS[row], step)
     assert len(gains) == 32
-    page = found_rows.KEPT.parents[2] / "docs" / "reference" / "planning.md"
+    page = found_rows.KEPT.parents[2] / "docs" / "reference" / "planning" / "search.md"
     count = sum(each >= 0.03 for each in gains.values())
     assert f"The gain is at least 3% in {count} of the 32 rows" in page.read_text()
     of_table_4 = [gains[f"4_{other}"] for other in OTHERS["4_8x8x4"]]
@@ -76,7 +76,7 @@ def test_a_plan_carried_over_is_as_the_docs_say():
     found, paper = pair["found"], pair["paper"]
     assert found["plan"] == found_rows.best_of(ROWS["2_512b"])["plan"]
     page = (
-        found_rows.KEPT.parents[2] / "docs" / "reference" / "planning.md"
+        found_rows.KEPT.parents[2] / "docs" / "reference" / "planning" / "search.md"
     ).read_text()
     page = " ".join(page.split())
     assert f"takes {found['s']:.3f} s for the 256B model" in page

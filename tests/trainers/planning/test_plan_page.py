@@ -373,7 +373,9 @@ def test_models_are_of_the_kind_of_their_layers(gin_file, kind):
 
 
 def test_the_docs_tell_of_the_same_errors():
-    text = " ".join((ROOT / "docs" / "reference" / "planning.md").read_text().split())
+    text = " ".join(
+        (ROOT / "docs" / "reference" / "planning" / "step_times.md").read_text().split()
+    )
     for kind, error in STEP_ERRORS.items():
         share = f"{error.worst:.1%} and {error.mean:.1%} ({error.steps} steps)"
         assert f"{kind.value} {share}" in text

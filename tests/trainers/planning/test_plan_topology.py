@@ -292,7 +292,7 @@ def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
 @needs.libtpu
 @pytest.mark.slow  # The model of 64B: 13 s of one core.
 def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
-    """As docs/reference/planning.md has it; with what the file recomputes it fits."""
+    """As planning/papers.md has it; with what the file recomputes it fits."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright-plan"])
     path = tmp_path / "plan.json"

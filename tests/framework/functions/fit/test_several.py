@@ -19,7 +19,7 @@ from tests.framework.functions.fit import several
 
 ROOT = pathlib.Path(__file__).parents[4]
 PATIENCE = 600
-# As in docs/reference/programs/keras.md, around the command of one process.
+# As in docs/reference/keras/files.md, around the command of one process.
 LOOP = ["sh", "-c", 'until "$@"; do sleep 1; done', "loop"]
 # By JAX: a process that is silent, or that was started anew.
 NAMED = r"unhealthy \(stopped sending heartbeats\):\n1|: 1 unexpectedly tried"

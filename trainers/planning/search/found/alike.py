@@ -13,7 +13,7 @@ from meshwright.trainers.startup.messages import told_bar
 # Costs that differ by less, and plans that differ in less of what is in memory.
 _NEAR = 0.004
 _SMALL = 0.02
-# The mean error of propagation's times, see docs/reference/planning.md.
+# The mean error of propagation's times, see docs/reference/planning/search.md.
 _ERROR = 0.034
 # Plans among which kinds are looked for, over those that are wanted.
 _LOOKED_AT = 4

@@ -37,7 +37,7 @@ log = logging.getLogger("absl")
 
 SLOWER = "slower by propagation than the fastest by more than its error"
 # How far the second sieve's times lie from the compiler's, see
-# docs/reference/planning.md.
+# docs/reference/planning/search.md.
 MARGIN = 0.15
 # More plans than are ever compiled, as some will be refused.
 _KEPT = 24

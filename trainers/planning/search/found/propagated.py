@@ -3,7 +3,7 @@
 Nothing is compiled. Products take their FLOPs at the rate that XLA's reach, or what
 they move if that takes longer; other ops what they move, and Shardy's collectives what
 the links need for them. The two rates were set by the compiled estimates of GSPMD's
-Tables 2 and 3 (docs/reference/planning.md).
+Tables 2 and 3 (docs/reference/planning/search.md).
 """
 
 from __future__ import annotations
