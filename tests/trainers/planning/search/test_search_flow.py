@@ -34,9 +34,7 @@ from tests.trainers.planning.search import pipelined
 from tests.trainers.planning.search.search_cases import promising, space
 from tests.trainers.planning.test_plan_main import call_main
 
-DOCS = (
-    pathlib.Path(__file__).parents[4] / "docs" / "reference" / "planning" / "search.md"
-)
+DOCS = pathlib.Path(__file__).parents[4] / "docs/reference/planning/search.md"
 IDS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 # (4, 2) is fastest in another device order, (8, 1) does not fit; with STOP the third
