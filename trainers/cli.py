@@ -106,6 +106,9 @@ def run(
             sys.exit(f"{name}: {text}\n(--help lists the flags)")
         except SystemExit:  # By --help and its like, for which absl's status is 1.
             sys.exit(0)
+        except BrokenPipeError:  # By --help, longer than what its reader took.
+            quiet.drop_output()
+            sys.exit(0)
         return left
 
     # --help shows the text and flags of the main module, which for a console script is

@@ -57,7 +57,7 @@ from meshwright.trainers.serving.translating import (
     for_translating,
     target_language,
 )
-from meshwright.trainers.startup import compile_cache, files, generate_flags
+from meshwright.trainers.startup import compile_cache, files, generate_flags, quiet
 from meshwright.trainers.startup.messages import escaped, printable
 from meshwright.trainers.training import loop
 from meshwright.trainers.training.saved_config import warn_of_other_rows
@@ -107,8 +107,7 @@ def _run(
         except BrokenPipeError:  # Whoever reads the text has enough of it.
             if membership is not None:  # The others end by this error.
                 raise
-            with open(os.devnull, "wb") as nowhere:  # Python flushes once more at last.
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            quiet.drop_output()
     if refusals := [prompt.refusal for prompt in prompts or () if prompt.refusal]:
         raise ValueError(
             f"{len(refusals)} of {len(prompts)} prompts are too long, and the others "

@@ -117,5 +117,14 @@ def _pass_on() -> None:
             sys.stderr.buffer.flush()
 
 
+def drop_output() -> None:
+    """Writes no more to stdout, whose reader, such as `head`, has enough.
+
+    Python would flush it once more at last, and fail.
+    """
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
     _pass_on()

@@ -72,6 +72,15 @@ def test_help_needs_no_tensorflow(name):
     assert done.stdout.endswith("imported:\n")
 
 
+def test_help_ends_with_its_reader():
+    command = [sys.executable, "-c", CALL.format(name="train"), "--help"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
+    process.stdout.close()
+    _, error = process.communicate()
+    assert (process.returncode, error) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
