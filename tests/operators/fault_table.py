@@ -57,7 +57,8 @@ def measured(failure: KnownFailure) -> int:
     """The bytes of all repairs of the program, and of its gradients.
 
     Raises:
-      ValueError: it does not meet the fault that it is to show.
+      ValueError: it does not meet the fault that it is to show, or the layout that the
+        fault chooses does not help.
     """
     program = compiled([failure.case], failure.partitioner, [failure.case.use.values])
     met = {repair.fault.name for repair in program.repairs}
@@ -68,6 +69,13 @@ def measured(failure: KnownFailure) -> int:
             f"{failure.fault.name!r}{others}, so that nothing shows the fault: give "
             "the row a smallest program that meets it, or widen its condition"
         )
+    for repair in program.repairs:
+        if repair.is_last:
+            raise ValueError(
+                f"the layout that row {repair.fault.name!r} chooses for program "
+                f"{failure.name!r} is not kept, or meets a row too, so that the "
+                "compiler replicates the op instead: keep fewer factors"
+            )
     return sum(repair.bytes for repair in program.repairs)
 
 

@@ -4,7 +4,11 @@ import dataclasses
 
 import pytest
 
+from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.repair.op_layout import FactorKind
+from meshwright.framework.compiler.repair.table.fault import evenly
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.repair.table.index_patterns import single_index
 from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
     Outcome,
     Smallest,
@@ -66,6 +70,21 @@ def test_a_program_that_does_not_meet_its_row_is_not_documented():
     message = f"does not meet its row '{FAULTS[-1].name}' but '{FAULTS[0].name}'"
     with pytest.raises(ValueError, match=message):
         fault_table.measured(wrong)
+
+
+def test_a_layout_that_does_not_help_is_not_documented(monkeypatch):
+    """The compiler replicates such an op without a word."""
+    failure = next(f for f in OF_FAULTS if f.name == "scatter_of_one_index-shardy")
+    keeps = dataclasses.replace(
+        failure.fault, choose=evenly(single_index, FactorKind.PARALLEL)
+    )
+    rows = [keeps if row is failure.fault else row for row in check.PRESENT]
+    monkeypatch.setattr(check, "PRESENT", rows)
+    message = "row 'scatter of a single index' chooses for .* is not kept, or meets a"
+    with pytest.raises(ValueError, match=message):
+        fault_table.measured(dataclasses.replace(failure, fault=keeps))
+    with pytest.raises(TypeError, match="evenly keeps 'PARALLEL': give a FactorKind"):
+        evenly(single_index, "PARALLEL")
 
 
 @pytest.mark.parametrize(

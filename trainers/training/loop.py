@@ -360,7 +360,8 @@ class _Loop:
             self.calls = CallBatches(self.experiment, passed, self.rows)
 
     def _compiled_main(self):
-        log_line("compiling for %d devices", self.experiment.plan.mesh.size)
+        size = self.experiment.plan.mesh.size
+        log_line("compiling for %d device%s", size, "" if size == 1 else "s")
         start = time.perf_counter()
         main = self.programs.main
         seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from absl import logging
@@ -296,10 +297,11 @@ def _wrong(
         return None  # XLA replaced the op; its operands and results are replicated.
     if layout.manual and isinstance(choice, conv_layout.Layout):
         choice = even_layout(layout)  # XLA takes no region within a region.
-    choices = choice, even_layout(layout, keep=())
-    return tuple(
-        (option, repair_of(layout, fault, option, blame.sources)) for option in choices
+    last = even_layout(layout, keep=())
+    repair, replicated = (
+        repair_of(layout, fault, option, blame.sources) for option in (choice, last)
     )
+    return (choice, repair), (last, dataclasses.replace(replicated, is_last=True))
 
 
 def _copies(layout: OpLayout, choice: Chosen) -> bool:

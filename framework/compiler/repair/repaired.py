@@ -43,6 +43,8 @@ class Repair:
         results that other devices now add to, and halos.
       halos: how many of these bytes are other devices' rows that windows along split
         dims read, which devices would also receive if XLA got the operation right.
+      is_last: whether all is replicated as the layout that the fault chose was not
+        kept, or meets the fault too.
     """
 
     fault: Fault
@@ -54,6 +56,7 @@ class Repair:
     operands: int
     bytes: int
     halos: int = 0
+    is_last: bool = False
 
     @property
     def is_costly(self) -> bool:

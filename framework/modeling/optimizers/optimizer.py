@@ -83,10 +83,24 @@ class Optimizer(Checked):
         set_schedule(self, "learning_rate")
 
     def slots(self, specs: NestedMap) -> NestedMap:
-        """Nested map with a `NestedMap` of slot specs under each weight's path."""
-        return specs.map(
-            lambda spec: NestedMap() if spec.is_statistic else self.slots_of(spec)
-        )
+        """Nested map with a `NestedMap` of slot specs under each weight's path.
+
+        Raises:
+          ValueError: a slot would begin with its weight's random numbers.
+        """
+
+        def of(path: str, spec: WeightSpec) -> NestedMap:
+            slots = NestedMap() if spec.is_statistic else self.slots_of(spec)
+            for name, slot in slots.items():
+                if slot is spec:
+                    raise ValueError(
+                        f"{type(self).__name__}.slots_of returned for {path!r} the "
+                        f"weight's own spec as slot {name!r}, which would begin with "
+                        "random numbers: return mw.slot_spec(spec)"
+                    )
+            return slots
+
+        return specs.map_with_path(of)
 
     def update(
         self,

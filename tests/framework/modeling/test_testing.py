@@ -294,3 +294,16 @@ def test_an_optimizer_that_differs_on_the_mesh_is_told_where():
     wrong = Drifting(learning_rate=0.1, momentum=0.9, wrong=1e-3)
     with pytest.raises(AssertionError, match="\nslots.b.m"):
         assert_optimizer_parity(wrong, SPECS, plan=PLAN)
+
+
+class Random(SGD):
+    """Its slot is its weight's own spec, with random first values."""
+
+    def slots_of(self, spec):
+        return NestedMap(m=spec)
+
+
+def test_a_slot_that_would_begin_with_random_numbers_is_refused():
+    message = "Random.slots_of returned for 'b' .* slot 'm'.*: return mw.slot_spec"
+    with pytest.raises(ValueError, match=message):
+        assert_optimizer_parity(Random(learning_rate=0.1), SPECS, plan=PLAN)

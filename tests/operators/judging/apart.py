@@ -76,7 +76,7 @@ class Verdict:
 def judge(
     cases: Sequence[Case], partitioner: Partitioner, *, without: Collection[str] = ()
 ) -> list[Verdict]:
-    """What becomes of each case, all in one program if it compiles and runs.
+    """What becomes of each case, all of one mesh in a program if it compiles and runs.
 
     As if the tables of faults and of workarounds had no rows named as in `without`.
 
@@ -84,6 +84,10 @@ def judge(
       ValueError: they have no such row.
     """
     _check_rows(without)
+    if not cases:
+        return []
+    if len({case.mesh for case in cases}) > 1:
+        return [v for c in cases for v in judge([c], partitioner, without=without)]
     judged = _JUDGE.judge(cases, partitioner, without)
     if isinstance(judged, list):
         return judged
@@ -127,15 +131,18 @@ class _Judge:
         if self.process is None:
             self.start()
         self.programs += 1
-        self.pipe.send((cases, partitioner, without))
-        if not self.pipe.poll(_TIMEOUT):
-            self.end()
-            return Verdict(Outcome.STUCK, f"no numbers after {_TIMEOUT} s")
         try:
+            self.pipe.send((cases, partitioner, without))
+            if not self.pipe.poll(_TIMEOUT):
+                self.end()
+                return Verdict(Outcome.STUCK, f"no numbers after {_TIMEOUT} s")
             return self.pipe.recv()
         except EOFError:
             self.process.join()
             code, self.process = self.process.exitcode, None
+        except BaseException:  # Else the next call would receive this one's verdicts.
+            self.end()
+            raise
         by = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         return Verdict(Outcome.ENDED, by)
 

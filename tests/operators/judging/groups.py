@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.sharding.mesh import did_you_mean
+from tests.operators.definitions.operators import OPERATORS
 from tests.operators.judging.apart import Verdict, judge
 from tests.operators.judging.cases import MESHES, Case
 from tests.operators.judging.draws import cases, layouts
@@ -38,7 +40,7 @@ class Group:
       operator: its name in `OPERATORS` or `LAYOUTS`.
       partitioner: which.
       mesh: the number of one of `MESHES`.
-      count: of the cases.
+      count: of the cases, at most.
       seed: other cases for each.
     """
 
@@ -47,6 +49,14 @@ class Group:
     mesh: int
     count: int
     seed: str
+
+    def __post_init__(self):
+        known = [*OPERATORS, *LAYOUTS]
+        if self.operator not in known:
+            raise ValueError(
+                f"no operator is called {self.operator!r}"
+                f"{did_you_mean(self.operator, known)}"
+            )
 
     def drawn(self) -> list[Case]:
         """The same each time; fewer than asked for where there are no more."""

@@ -87,6 +87,20 @@ def test_a_case_is_read_from_what_it_prints(name):
             np.testing.assert_array_equal(ours, theirs)
 
 
+def test_cases_of_several_meshes_and_of_none_are_judged():
+    assert judge([], Partitioner.SHARDY) == []
+    text = str(GOOD).replace("(X=2, Y=2)", "(X=2, Y=4)").replace("4]", "8]")
+    verdicts = judge([GOOD, case_of(text)], Partitioner.SHARDY)
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.RIGHT] * 2
+
+
+def test_an_operator_that_is_not_there_is_told():
+    with pytest.raises(ValueError, match="is called 'gathr'; did you mean 'gather'"):
+        Group(
+            operator="gathr", partitioner=Partitioner.SHARDY, mesh=0, count=1, seed=""
+        )
+
+
 def test_what_ends_a_process_is_alone_to_blame():
     name = "grouped_convolution_of_split_kernel-gspmd"
     failure = next(failure for failure in KNOWN_FAILURES if failure.name == name)

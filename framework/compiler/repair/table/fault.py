@@ -89,7 +89,13 @@ def evenly(
     """Lays an operation that meets a fault out evenly, split by some factors only.
 
     Factors that its tensors split alike come first, if `agreed`.
+
+    Raises:
+      TypeError: `kept` are no kinds of factors.
     """
+    for kind in kept:
+        if not isinstance(kind, FactorKind):
+            raise TypeError(f"evenly keeps {kind!r}: give a FactorKind, or none")
 
     def choose(layout: OpLayout) -> Chosen | None:
         return even_layout(layout, kept, agreed=agreed) if meets(layout) else None

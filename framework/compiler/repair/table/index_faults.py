@@ -14,9 +14,9 @@ from meshwright.framework.compiler.repair.table.index_patterns import (
     batches_split_apart,
     few_rows,
     index_factors,
-    regrouped,
+    regrouped_alike,
     regrouped_in_region,
-    single_index,
+    single_index_apart,
     single_row,
     split_coordinates,
     uneven_indices,
@@ -174,8 +174,8 @@ INDEX_FAULTS = (
         "devices in another order than the mesh's; or a gather several of whose column "
         "dims are split",
         ops=(GATHER,),
-        choose=evenly(regrouped, _PARALLEL, _REDUCED, agreed=True),
-        repair="its tensors are split alike",
+        choose=regrouped_alike,
+        repair="its tensors are split alike, or not at all",
         smallest={
             "gather_of_split_rows": Smallest(
                 Outcome.REFUSED,
@@ -304,9 +304,19 @@ INDEX_FAULTS = (
         name="scatter of a single index",
         what="is a scatter of a single index into a split dim, which all shards write",
         ops=(SCATTER,),
-        choose=evenly(single_index, _PARALLEL),
+        choose=single_index_apart,
         repair="the dim is not split",
         smallest={
+            "scatter_of_one_index_into_rows": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.tensor_scatter_nd_update(x, i, y)  on mesh (X=2, Y=2)
+                  x: float32 [4, 2], arrives [_,_], annotated None
+                  i: index int32 [1, 1] below 4, arrives [_,_], annotated None
+                  y: float32 [1, 2], arrives [_,_], annotated None
+                  result: [4, 2], annotated [X,Y], leaves [_,_]
+                """,
+            ),
             "scatter_of_one_index": Smallest(
                 Outcome.WRONG,
                 """

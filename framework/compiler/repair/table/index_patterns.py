@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -88,6 +89,17 @@ def _is_over_three_axes(layout: OpLayout) -> bool:
     groups = (axes for tensor in layout.tensors for axes in tensor.splitting())
     axes = set(itertools.chain.from_iterable(groups))
     return len(axes) + (layout.mesh.axes_size(tuple(axes)) < layout.mesh.size) > 2
+
+
+def regrouped_alike(layout: OpLayout) -> EvenLayout | None:
+    """Lays out such a gather with its tensors split alike, or not split."""
+    if not regrouped(layout):
+        return None
+    kept = FactorKind.PARALLEL, FactorKind.REDUCED
+    even = even_layout(layout, kept, agreed=True)
+    then = layout.with_shardings(even.shardings)
+    still = regrouped(then) or batches_split_apart(then)
+    return even_layout(layout, keep=()) if still else even
 
 
 def regrouped_in_region(layout: OpLayout) -> EvenLayout | None:
@@ -182,6 +194,18 @@ def single_index(layout: OpLayout) -> bool:
         for tensor in (*layout.operands[: len(layout.results)], *layout.results)
         for dim in _indexed_dims(layout)
     )
+
+
+def single_index_apart(layout: OpLayout) -> EvenLayout | None:
+    """Lays out a scatter of a single index with the indexed dims not split."""
+    if not single_index(layout):
+        return None
+    kinds = list(layout.kinds)
+    for tensor in (*layout.operands[: len(layout.results)], *layout.results):
+        for dim in _indexed_dims(layout):
+            if (factor := tensor.factors[dim]) is not None:
+                kinds[factor] = FactorKind.NEED_REPLICATION
+    return even_layout(dataclasses.replace(layout, kinds=tuple(kinds)))
 
 
 def few_rows(layout: OpLayout) -> bool:
