@@ -58,6 +58,8 @@ class DatasetInput(BatchedInput):
     """
 
     is_by_number: ClassVar[bool] = False
+    _held_out_hint: ClassVar[str] = ""
+    """For the message on held-out examples unlike those for training."""
 
     train: Callable[[], tf.data.Dataset]
     held_out: Callable[[], tf.data.Dataset] | None = None
@@ -80,7 +82,8 @@ class DatasetInput(BatchedInput):
                 f"{self._name}.held_out and {self._name}.train return examples that "
                 "differ: give both the same tensors, of the same shapes and kinds "
                 "(.unbatch() undoes .batch())"
-                f"\nheld_out:{_lines(held_out)}\ntrain:{_lines(train)}"
+                f"{self._held_out_hint}\nheld_out:{_lines(held_out, train)}\n"
+                f"train:{_lines(train, held_out)}"
             )
         object.__setattr__(self, "_structure", train.element_spec)
         object.__setattr__(self, "_description", _description(train))
@@ -285,9 +288,14 @@ def unnamed(batch: NestedMap, structure: Any) -> tuple:
     )
 
 
-def _lines(examples: tf.data.Dataset) -> str:
-    leaves = named(examples.element_spec).items_by_path()
-    return "".join(f"\n  {path}: {_line(leaf)}" for path, leaf in leaves)
+def _lines(examples: tf.data.Dataset, others: tf.data.Dataset) -> str:
+    """A line for each tensor of examples that others have otherwise, or not at all."""
+    lines, theirs = (
+        {path: f"\n  {path}: {_line(leaf)}" for path, leaf in of.items_by_path()}
+        for of in (named(each.element_spec) for each in (examples, others))
+    )
+    differ = [line for path, line in lines.items() if theirs.get(path) != line]
+    return "".join(differ) or " nothing else"
 
 
 def _line(leaf: Any) -> str:

@@ -76,6 +76,10 @@ class PackedRows(DatasetInput, TokenInput):
         `DatasetInput`.
     """
 
+    _held_out_hint: ClassVar[str] = (
+        "; if train alone is packed, give held_out segment ids, 1 and in padding 0, "
+        "and positions, 0, 1, 2, ..."
+    )
     sides: ClassVar[tuple[Side, ...]]
     reader: ClassVar[str]
     """Who reads the rows, for messages."""

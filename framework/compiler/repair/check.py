@@ -207,9 +207,17 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
             f"would be laid out otherwise at a cost:\n  {listed}\n{_REMEDY}, or "
             "compile with strict=False"
         )
+    groups: dict[tuple, list[Repair]] = {}  # What has one cause is told once.
     for repair in _REPORT.get()(name, costly):
         level = logging.WARNING if repair.bytes >= _WARNED_BYTES else logging.INFO
-        logging.log(level, "%s: %s. %s", name, repair, _REMEDY)
+        groups.setdefault((level, repair.fault.name), []).append(repair)
+    for (level, _), (largest, *others) in groups.items():
+        more = ""
+        if others:
+            count = f"{len(others)} other{'s' if len(others) > 1 else ''}"
+            size = sum(repair.bytes for repair in others)
+            more = f" So {'are' if len(others) > 1 else 'is'} {count} ({size} bytes)."
+        logging.log(level, "%s: %s.%s %s", name, largest, more, _REMEDY)
 
 
 _REPORT = contextvars.ContextVar(

@@ -91,6 +91,19 @@ def test_a_costly_repair_is_a_warning(partitioner, caplog, monkeypatch):
     np.testing.assert_array_equal(program(TABLE, TWO), TABLE[TWO])
 
 
+def test_repairs_of_one_fault_are_told_together(caplog, monkeypatch):
+    def thrice(table, i):
+        return [costly(table + n, i + n) for n in range(3)]
+
+    monkeypatch.setattr(check, "_WARNED_BYTES", 4)
+    program = compiled(thrice)
+    (message,) = repairs_logged(caplog)
+    first, *others = sorted(program.repairs, key=lambda repair: -repair.bytes)
+    assert len(others) == 2 and str(first) in message
+    size = sum(repair.bytes for repair in others)
+    assert f". So are 2 others ({size} bytes). Annotate these tensors so" in message
+
+
 @over_partitioners
 def test_a_repair_that_costs_nothing_is_none(partitioner, caplog):
     program = compiled(free, partitioner=partitioner, strict=True)

@@ -96,6 +96,12 @@ def test_examples_that_are_no_dicts_are_refused():
         )
 
 
+def test_packed_rows_for_training_alone_are_told_what_lacks():
+    packed = rows(segment_ids=np.ones([5, S], np.int32))
+    with pytest.raises(ValueError, match="give held_out segment ids, 1 and in padding"):
+        TokenDataset(train=packed, held_out=rows(), vocab_size=100)
+
+
 def test_messages_name_the_class():
     with pytest.raises(ValueError, match="TokenDataset.train is 3; it must be a func"):
         TokenDataset(train=3, vocab_size=5)
