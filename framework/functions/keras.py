@@ -387,8 +387,7 @@ def program(
 ) -> Program:
     """The program of a train step, as `fit` runs it; for `explain` and reports.
 
-    It is compiled for the first batch of the data, and `fit` with the same data does
-    not compile it again. Nothing is trained.
+    It is compiled for the first batch, and `fit` does not compile it again.
 
     Args:
       model: a Keras model that was distributed and compiled.
@@ -396,8 +395,7 @@ def program(
         no batch size.
 
     Raises:
-      ValueError: the model is not distributed, or not compiled; there are no data, or
-        no batches; or see `distribute` of a model that is not built.
+      ValueError: no data; the model is not distributed or compiled; see `distribute`.
       LoweringError: see `compile_program`.
     """
     check_model(model)
@@ -444,8 +442,10 @@ def plan(
     check_mesh(mesh, model.name)
     check_topology(topology, mesh)
     check_can_train(model, x, "mw.keras.plan")
+    batch = first_batch(model, x, y, None, batch_size)
     distribute(model, mesh, layout, devices=topology_devices(topology), **options)
-    step = program(model, x, y, batch_size=batch_size)
+    model.make_train_function()
+    step = model.train_function.step.program(*batch)
     return FitPlan(topology=topology, program=step)
 
 

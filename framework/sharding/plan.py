@@ -396,8 +396,9 @@ def _unused(name: str, table: Mapping, dims: Collection[str]) -> list[UnusedEntr
     for dim in sorted(set(table) - set(dims)):
         ours = [_OF_T5X[dim]] if _OF_T5X.get(dim) in dims else []
         meant = [name for name in ours if name in left_out] or _like(dim, left_out)
-        near = meant or ours or difflib.get_close_matches(dim, dims, n=1)
-        near = near or sorted(dims)
+        near = meant or difflib.get_close_matches(dim, dims, n=1) or sorted(dims)
+        if ours and not meant:  # Our name has its entry.
+            near = []
         unused.append(
             UnusedEntry(
                 table=name,

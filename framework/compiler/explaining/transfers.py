@@ -145,10 +145,12 @@ class _Finished:
         axes = _axes(op.attributes["reduction_axes"])
         lies = self._sharding(value)
         maker = self._recorded(value.owner)
+        # A sharding can name full axes as unreduced, no parts of them.
+        full = tuple(axis for axis in axes if self.mesh.part(axis).axis == axis)
         return Transfer(
             at=tf_name(value.owner),
             tensor=tf_name(value.owner),
-            before=dataclasses.replace(lies, unreduced=axes),
+            before=dataclasses.replace(lies, unreduced=full),
             after=self._sharding(op.results[0]),
             shape=shape_of(value),
             kinds=(_KINDS[op.name],),

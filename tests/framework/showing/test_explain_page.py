@@ -356,3 +356,17 @@ def test_what_cannot_be_shown_is_refused(tmp_path):
         OSError, match="give the path of a file in a folder that exists"
     ):
         mw.explain_page(program, tmp_path / "no" / "page.html")
+
+
+def test_a_sum_over_a_part_of_an_axis_is_on_it():
+    """As where a batch of 30 rows is split along an axis of four."""
+    mesh = mw.DeviceMesh(("X",), (8,))
+
+    def product(x, w):
+        x = mw.mesh_split(x, mesh, [None, "X:(1)2"])
+        w = mw.mesh_split(w, mesh, ["X:(1)2", None])
+        return mw.mesh_split(x @ w, mesh, [None, None])
+
+    specs = [tf.TensorSpec([64, 32]), tf.TensorSpec([32, 64])]
+    data = values(page_text(trace_program(product, specs, mesh)))["programs"][0]
+    assert "X:(1)2" in json.dumps(data) and "all-reduce" in json.dumps(data)

@@ -279,6 +279,16 @@ def test_a_plan_says_what_it_lacks(given, error, message):
         mw.keras.plan(bare, MESH, **given)
 
 
+def test_a_plan_that_is_refused_leaves_the_model_here():
+    model = keras.Sequential([LAYERS.Input((4,)), LAYERS.Dense(4)])
+    mw.keras.distribute(model, MESH)
+    model.compile("sgd", "mse")
+    specs = {"x": tf.TensorSpec([8, 4]), "y": tf.TensorSpec([8, 4])}
+    with pytest.raises(ValueError, match="specs are of one batch, and batch_size is"):
+        mw.keras.plan(model, MESH, topology="v5e:2x4", batch_size=8, **specs)
+    model.fit(np.ones([8, 4]), np.ones([8, 4]), verbose=0)
+
+
 def test_a_variable_that_is_not_on_a_mesh_cannot_be_drawn():
     with pytest.raises(TypeError, match="for a Keras model call fit"):
         mw.visualize(tf.Variable([1.0]))
