@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-# As seqio's EncDecFeatureConverter(pack=False) names them.
+# As seqio's EncDecFeatureConverter(pack=False) names them. With pack=True there are
+# segment ids and positions of both sides too, which packed rows need.
 NAMES = {
     "source_ids": "encoder_input_tokens",
     "target_ids": "decoder_input_tokens",

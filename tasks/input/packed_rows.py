@@ -6,7 +6,7 @@ Dims: S the length of a row of a side, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -81,6 +81,8 @@ class PackedRows(DatasetInput, TokenInput):
         "and positions, 0, 1, 2, ..."
     )
     sides: ClassVar[tuple[Side, ...]]
+    of_seqio: ClassVar[Mapping[str, str]] = {}
+    """The names of tensors here, by those of seqio's feature converter."""
     reader: ClassVar[str]
     """Who reads the rows, for messages."""
 
@@ -98,14 +100,16 @@ class PackedRows(DatasetInput, TokenInput):
         if missing := [name for name in needed if name not in given]:
             raise ValueError(
                 f"{self._name}.train returns examples without {', '.join(missing)}: "
-                f"they have {', '.join(given)}"
+                f"they have {', '.join(given)}{self._renames(given)}"
             )
         known = self.element_spec(None)
         for name, leaf in given.items():
             if name not in known:
+                ours = self.of_seqio.get(name)
+                remedy = f"call it {ours!r}" if ours else "leave it out"
                 raise ValueError(
                     f"{self._name}.train returns examples with {name!r}; {self.reader} "
-                    f"reads {', '.join(known)}: leave it out"
+                    f"reads {', '.join(known)}: {remedy}"
                 )
             wanted = known[name]
             is_number = wanted.dtype.is_floating or leaf.dtype.is_integer
@@ -115,6 +119,12 @@ class PackedRows(DatasetInput, TokenInput):
                     f"{leaf.shape.as_list()}; it must be {wanted.dtype.name} "
                     f"{wanted.shape[1:].as_list()}"
                 )
+
+    def _renames(self, given: Iterable[str]) -> str:
+        """Which of the names given are seqio's, for a message."""
+        pairs = [(name, ours) for name, ours in self.of_seqio.items() if name in given]
+        listed = ", ".join(f"{name} {ours}" for name, ours in pairs)
+        return f"; these are seqio's names: call {listed}" if pairs else ""
 
     def fullness(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
         """How much of the rows in some batches is padding, in a line for each side.
@@ -132,8 +142,8 @@ class PackedRows(DatasetInput, TokenInput):
             )
         return lines
 
-    def unshifted(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
-        """Warnings of ids that are the labels, so that there is nothing to predict."""
+    def doubts(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
+        """Warnings, such as of ids that are the labels: there is nothing to predict."""
         lines = []
         for side in self.sides if batches else ():
             if not side.labels:

@@ -6,8 +6,10 @@ Dims: S sequence or source, T target, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import gin
+import numpy as np
 import tensorflow as tf
 
 from meshwright.tasks.input.packed_rows import PackedRows, Side
@@ -61,6 +63,13 @@ class TokenDataset(PackedRows):
 
     sides = (_TEXT,)
     reader = "a language model"
+    of_seqio = {
+        "decoder_input_tokens": "ids",
+        "decoder_target_tokens": "labels",
+        "decoder_loss_weights": "weights",
+        "decoder_segment_ids": "segment_ids",
+        "decoder_positions": "segment_positions",
+    }
 
     @property
     def sequence_length(self) -> int:
@@ -99,6 +108,16 @@ class PairDataset(PackedRows):
 
     sides = (_SOURCE, _TARGET)
     reader = "a translation model"
+    of_seqio = {
+        "encoder_input_tokens": "source_ids",
+        "encoder_segment_ids": "source_segment_ids",
+        "encoder_positions": "source_positions",
+        "decoder_input_tokens": "target_ids",
+        "decoder_target_tokens": "target_labels",
+        "decoder_loss_weights": "target_weights",
+        "decoder_segment_ids": "target_segment_ids",
+        "decoder_positions": "target_positions",
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,6 +128,22 @@ class PairDataset(PackedRows):
                 f"PairDataset.train returns examples with {given[0]} alone: a target "
                 f"attends to the source of its number, so give {' and '.join(segments)}"
             )
+
+    def doubts(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
+        lines = super().doubts(batches)
+        if batches and "target_segment_ids" not in self.structure:
+            ids, labels = (
+                np.concatenate([batch[f"target_{name}"] for batch in batches])
+                for name in ("ids", "labels")
+            )
+            starts = ((ids == 0) & (labels != 0))[:, 1:].any(axis=1)
+            if starts.any():
+                lines.append(
+                    f"{self._name}: in {starts.sum():,} of the first {len(ids):,} rows "
+                    "a target begins anew, by token 0, and rows have no segment ids: "
+                    "if they are packed, give source_segment_ids and target_segment_ids"
+                )
+        return lines
 
     @property
     def source_length(self) -> int:

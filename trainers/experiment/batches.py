@@ -58,7 +58,7 @@ def check_first(experiment: Experiment) -> list[str]:
         return []
     batches = task.train_batches(0, global_batch=rows, rows=range(rows))
     first = [*arrays(batches.take(-(-_FIRST_ROWS // rows)))]
-    for line in given.unshifted(first):
+    for line in given.doubts(first):
         log.warning("%s", line)
     return given.fullness(first)
 

@@ -18,6 +18,7 @@ from meshwright.trainers.planning.plan_document import document
 from meshwright.trainers.planning.plan_text import plan_text
 from meshwright.trainers.planning.planning import plan
 from meshwright.trainers.startup import compile_cache, files, plan_flags
+from meshwright.trainers.startup.messages import told_bar
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
@@ -61,7 +62,10 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
         from meshwright.trainers.planning.tensorboard import plan_tensorboard
     json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
     program_page = files.output_file(plan_flags.EXPLAIN_HTML)
-    planned = plan(experiment, topology=plan_flags.TOPOLOGY.value)
+    topology = plan_flags.TOPOLOGY.value
+    with told_bar(1, f"compiling for {topology}") as bar:
+        planned = plan(experiment, topology=topology)
+        bar.update()
     report = document(
         planned,
         config_text=config_text,

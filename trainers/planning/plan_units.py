@@ -38,7 +38,10 @@ def low_use_texts(document: Mapping[str, Any]) -> Iterator[str]:
         for row in document["slowest"]
     )
     least = seconds_text(use * step)
-    yield f"At the peak these take {least}. Most of the step is spent on: {where}."
+    yield (
+        f"The model's products would take {least} at the peak. What takes longest, of "
+        f"ops and collectives of one layer: {where}."
+    )
     if product := document["slowest_product"]:
         text = (
             f"The slowest product{_in_layer(product)} multiplies "

@@ -102,6 +102,16 @@ def test_packed_rows_for_training_alone_are_told_what_lacks():
         TokenDataset(train=packed, held_out=rows(), vocab_size=100)
 
 
+def test_names_of_seqio_are_told_by_ours():
+    given = rows(ids=None, decoder_input_tokens=np.ones([5, S], np.int32))
+    message = "these are seqio's names: call decoder_input_tokens ids$"
+    with pytest.raises(ValueError, match=message):
+        TokenDataset(train=given, vocab_size=100)
+    more = rows(decoder_segment_ids=np.ones([5, S], np.int32))
+    with pytest.raises(ValueError, match="segment_ids.*: call it 'segment_ids'$"):
+        TokenDataset(train=more, vocab_size=100)
+
+
 def test_messages_name_the_class():
     with pytest.raises(ValueError, match="TokenDataset.train is 3; it must be a func"):
         TokenDataset(train=3, vocab_size=5)
@@ -200,6 +210,7 @@ def test_ids_that_are_the_labels_are_warned_of(caplog):
 
 
 T = 6
+SIDES = "source", "target"
 
 
 def pairs(**changes):
@@ -212,6 +223,18 @@ def pairs(**changes):
     given = {k: v for k, v in (given | changes).items() if v is not None}
     made = lambda: tf.data.Dataset.from_tensor_slices(given)  # noqa: E731
     return PairDataset(train=made, held_out=made, vocab_size=100)
+
+
+def test_packed_pairs_without_segments_are_warned_of():
+    given = pairs()
+    (batch,) = given.train_batches(0, global_batch=5, rows=range(5)).take(1)
+    batch = {name: tensor.numpy() for name, tensor in batch.items()}
+    assert given.doubts([batch]) == []
+    batch["target_ids"][3, 2] = 0
+    (line,) = given.doubts([batch])
+    assert "in 1 of the first 5 rows a target begins anew, by token 0" in line
+    segments = {f"{side}_segment_ids": batch[f"{side}_segment_ids"] for side in SIDES}
+    assert pairs(**segments).doubts([batch]) == []
 
 
 def test_pairs_without_segments_end_in_padding():

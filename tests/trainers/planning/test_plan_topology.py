@@ -134,7 +134,7 @@ def test_on_a_pod(tmp_path, capsys):
     assert all(re.fullmatch(r"\w+\[[\d,]+\]", text) for text in product["types"])
     # A model so small uses little of the peak.
     shown = " ".join(out.split())
-    assert "Most of the step is spent on: " in shown
+    assert "of ops and collectives of one layer: " in shown
     assert f"multiplies {' by '.join(product['types'])} on a device: " in shown
 
 
@@ -148,8 +148,9 @@ def test_what_keeps_utilization_low_is_named():
     document = {"slowest": slowest, "slowest_product": product, "step_seconds": 1.0}
     most, worst = low_use_texts(document | {"flops_utilization": 0.19})
     assert most == (
-        "At the peak these take 190 ms. Most of the step is spent on: 40.0% all-gather "
-        "along Y in stack (400 ms, 8 times); 30.0% matrix products (300 ms, 2.5 times)."
+        "The model's products would take 190 ms at the peak. What takes longest, of "
+        "ops and collectives of one layer: 40.0% all-gather along Y in stack (400 ms, "
+        "8 times); 30.0% matrix products (300 ms, 2.5 times)."
     )
     assert worst == (
         "The slowest product in mlp multiplies bf16[8,64] by bf16[64,16] on a device: "
