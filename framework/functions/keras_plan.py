@@ -119,12 +119,13 @@ class StepLayout(Layout):
         """
         sizes = [spec.shape[0] for spec in specs if spec.shape.rank]
         uneven = next((size for size in sizes if size % self.rows), None)
-        is_ours = isinstance(self.layout, NAMED) and not _has_annotations(graph)
+        is_named = isinstance(self.layout, NAMED)
 
         def report(name: str, repairs: Sequence[Repair]) -> Sequence[Repair]:
             if uneven is not None:
                 repairs = self._report_uneven(name, repairs, uneven)
-            if not is_ours:
+            # The graph is only looked at if there is something to report.
+            if not repairs or not is_named or _has_annotations(graph):
                 return repairs
             for repair in repairs:
                 logging.info("%s: %s: %s", self.model.name, name, repair)

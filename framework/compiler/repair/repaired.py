@@ -43,8 +43,8 @@ class Repair:
         results that other devices now add to, and halos.
       halos: how many of these bytes are other devices' rows that windows along split
         dims read, which devices would also receive if XLA got the operation right.
-      is_last: whether all is replicated as the layout that the fault chose was not
-        kept, or meets the fault too.
+      is_last: whether all is replicated, as the layout that the fault chose was not
+        kept, or meets a fault too.
     """
 
     fault: Fault
